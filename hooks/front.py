@@ -29,6 +29,7 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.partial_pass import layers_run
 from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
+from sinklens.hooks.turn import Turn, in_turn
 
 NamesFilter = names.HookName | Iterable[names.HookName] | None
 HookPair = tuple[names.HookName, Callable[..., Any]]
@@ -69,6 +70,11 @@ class HookFront(HookedRootModule):
     cfg: Any
     hook_dict: ByPoint[HookPoint]
 
+    @property
+    def turn(self) -> Turn:
+        """Taken by whoever runs the model."""
+        raise NotImplementedError
+
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
         raise NotImplementedError
@@ -77,9 +83,10 @@ class HookFront(HookedRootModule):
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
         return layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
-    def spelled(self, name: str) -> str:
-        """The name of the point that any accepted spelling means, on or off."""
-        return names.resolve(name, list(self.hook_dict), self.cfg.n_layers)
+    @property
+    def spelled(self) -> Callable[[str], str]:
+        """Returns the name of the point that any accepted spelling means, on or off; it can be pickled."""
+        return partial(names.resolve, known=tuple(self.hook_dict), n_layers=self.cfg.n_layers)
 
     def resolve(self, name: str) -> str:
         """The name of the point that any accepted spelling means; see `names.resolve`."""
@@ -125,22 +132,23 @@ class HookFront(HookedRootModule):
             HookNameError: a name or predicate matches no point.
         """
         added: list[tuple[HookPoint, list[LensHandle], LensHandle]] = []
-        self.context_level += 1
-        try:
-            for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
-                for name, hook in pairs:
-                    for point in (self.hook_dict[found] for found in self.select(name)):
-                        handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
-                        added.append((point, point.fwd_hooks if dir == "fwd" else point.bwd_hooks, handle))
-            yield self
-        finally:
-            self.context_level -= 1
-            for point, handles, handle in added:
-                if reset_hooks_end:
-                    handle.hook.remove()
-                    handles[:] = [other for other in handles if other is not handle]
-                if clear_contexts:
-                    point.clear_context()
+        with self.turn:
+            self.context_level += 1
+            try:
+                for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+                    for name, hook in pairs:
+                        for point in (self.hook_dict[found] for found in self.select(name)):
+                            handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
+                            added.append((point, point.fwd_hooks if dir == "fwd" else point.bwd_hooks, handle))
+                yield self
+            finally:
+                self.context_level -= 1
+                for point, handles, handle in added:
+                    if reset_hooks_end:
+                        handle.hook.remove()
+                        handles[:] = [other for other in handles if other is not handle]
+                    if clear_contexts:
+                        point.clear_context()
 
     def run_with_hooks(  # type: ignore[override]  # the bridge's arguments, not those of the root class
         self,
@@ -174,6 +182,7 @@ class HookFront(HookedRootModule):
         with self.hooks(set_fwd, set_bwd, reset_hooks_end, clear_contexts):
             return self.forward(input, **forward)
 
+    @in_turn
     def run_with_cache(  # type: ignore[override]
         self,
         input: Tensor,

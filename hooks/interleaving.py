@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest
+from sinklens.hooks.turn import Turn, in_turn
 
 
 @contextmanager
@@ -68,7 +69,8 @@ from nnsight.intervention.interleaver import Event, Interleaver, Mediator  # noq
 from nnsight.intervention.source import STATE, Controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer  # noqa: E402
 from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
-from nnsight.tracing.util import push  # noqa: E402
+from nnsight.tracing.tracer import Tracer, push_result  # noqa: E402
+from nnsight.tracing.util import Scope, push  # noqa: E402
 
 _CHECKED: dict[str, tuple[int, int]] = {}
 """Time of change and size of each file when its text was last that of nnsight's `SOURCES`."""
@@ -214,7 +216,13 @@ class _CheckedTracer(InterleavingTracer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.turn: Turn = self.envoy.turn
         _refresh_source(calling_frame().f_code)
+
+    @in_turn
+    def execute(self, code: CodeType) -> None:
+        """Run the captured body in step with the model."""
+        super().execute(code)
 
     def cache(self, *args: Any, **options: Any) -> Any:
         """nnsight's ``cache``.
@@ -301,6 +309,11 @@ class Root(NNsight):
         return self._module
 
     @property
+    def turn(self) -> Turn:
+        """Taken by whoever runs the model."""
+        raise NotImplementedError
+
+    @property
     def has_edits(self) -> bool:
         """Whether ``edit()`` has added edits."""
         return bool(self._edits)
@@ -365,6 +378,7 @@ class BlockTracer(_CheckedTracer):
             )
         return text
 
+    @in_turn
     def execute(self, code: CodeType) -> None:
         """Run the captured body, then write the names it assigned back to its frame."""
         self.begin()
@@ -382,6 +396,22 @@ class BlockTracer(_CheckedTracer):
             self.info = None
             self.end()
         push(frame, mediator.lcls.writes())
+
+
+class RepeatedBlock(Tracer):
+    """A block inside a trace block, ``with t.iter[2:5]:``, that runs once for each item of its iteration."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def execute(self, code: CodeType) -> None:
+        """Run the captured body for each item, then write the names it assigned back to its frame."""
+        assert self.info is not None
+        frame = self.info.frame
+        scope = Scope(dict(frame.f_locals), {}, frame.f_globals)
+        for _ in self:
+            exec(code, scope)
+        push_result(frame, scope)
 
 
 class TracedRows(NamedTuple):

@@ -22,6 +22,7 @@ from transformer_lens.hook_points import HookPoint
 
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_kind
+from sinklens.hooks.turn import Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ class Watch:
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
+        turn: taken by whoever runs the model; see turn.py.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
     """
 
@@ -44,6 +46,7 @@ class Watch:
         self.forward_pass = ForwardPass()
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
+        self.turn = Turn()
         self.cache: Any = None
 
     def describe(self, **changes: Any) -> None:

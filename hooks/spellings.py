@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from sinklens.errors import HookNameError, SettingError
+from sinklens.hooks.detached import without_model
 
 Value = TypeVar("Value")
 GRADIENT = "_grad"  # TransformerLens's suffix of the key under which a point's gradient is cached
@@ -100,6 +101,8 @@ class HookCache(ActivationCache):
         super().__init__(by_point, model, has_batch_dim)
         if model.architecture.modulation:
             self.__dict__ |= dict.fromkeys(GATED, refuse_gated)
+
+    __getstate__ = without_model
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache_dict

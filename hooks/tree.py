@@ -41,6 +41,7 @@ from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
 from sinklens.hooks.taps import connect, connect_encoder, connect_time, tap_output
+from sinklens.hooks.turn import Turn, in_turn
 
 
 class HookTree(ModelWeights, HookFront):
@@ -118,6 +119,11 @@ class HookTree(ModelWeights, HookFront):
         """Remove all taps from the transformers model; the tree cannot be used afterwards."""
         self._undo.close()
         self.disconnected = True
+
+    @property
+    def turn(self) -> Turn:
+        """Taken by whoever runs the model."""
+        return self.watch.turn
 
     @property
     def attention_blocks(self) -> Blocks | None:
@@ -213,6 +219,7 @@ class HookTree(ModelWeights, HookFront):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         self.cfg = replace(self.cfg, **{flag: value})
 
+    @in_turn
     def hidden(
         self,
         input_ids: Int[Tensor, "batch pos"],
@@ -271,6 +278,7 @@ class HookTree(ModelWeights, HookFront):
             self.watch.describe(time=found)
         return found
 
+    @in_turn
     @torch.no_grad()
     def peek(
         self,
@@ -338,6 +346,7 @@ class HookTree(ModelWeights, HookFront):
         cap = getattr(self.hf, self.architecture.softcap)
         return torch.tanh(logits.float() / cap) * cap
 
+    @in_turn
     def forward(
         self,
         input_ids: Any,

@@ -42,7 +42,7 @@ _HOMES = {
 }
 _MODULES = (
     "analyses", "errors", "evaluation", "experiments", "families", "features", "hooks", "interventions",
-    "live", "sampling", "sinks", "runs", "tasks", "views",
+    "live", "model", "sampling", "sinks", "runs", "tasks", "views",
 )  # fmt: skip
 
 

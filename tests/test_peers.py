@@ -286,3 +286,20 @@ def test_generate_refuses_arguments_without_meaning(tiny_llama, options, message
         tiny_llama.generate(TEXT, max_new_tokens=3, **options)
     with pytest.raises(PromptError, match=r"needs a prompt. It takes no invokes"):
         tiny_llama.generate(max_new_tokens=3)
+
+
+def test_blocks_in_nnsights_older_form_run_in_every_step(tiny_llada):
+    with tiny_llada.generate(TEXT, max_new_tokens=8) as tracer:
+        every, some = [].save(), [].save()
+        for step in tracer.iter[:2]:
+            every.append((step, tiny_llada.blocks[0].hook_resid_post.output.sum()))
+        with tracer.iter[2:5]:
+            some.append(tiny_llada.blocks[0].hook_resid_post.output.sum())
+        written = tiny_llada.generator.output.save()
+    with sinklens.trace(tiny_llada, TEXT, gen_length=8) as t:
+        sums = []
+        with t.all():
+            sums.append(t["blocks.0.hook_resid_post"].sum())
+    assert len(sums) == 8
+    assert [value for _, value in every] + some == sums[:5]
+    assert torch.equal(written, t.tokens)

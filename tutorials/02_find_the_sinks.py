@@ -128,7 +128,7 @@ assert (table.loc["NoOp"] == 0).all()
 # The position of each head's strongest key at every step of the first problem:
 
 # %%
-figure = views.sink_paths(list(tracks.values()))
+figure = views.sink_paths(tracks)
 
 # %% [markdown]
 # `motion.motion_table` turns such pictures into numbers, one line per run. Some of its columns:

@@ -113,6 +113,7 @@ def attention(
             operands = _operands(module, query, key, value, attention_mask, None, counted, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    query, key, value = _autocast(query, key, value)
     _show_keys_in_reach(points.hook_rot_k, key.shape[2])
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     if points.hook_rot_k.watched:
@@ -127,6 +128,15 @@ def attention(
             bias = None  # read but unchanged: compute attention as if it were unwatched
     operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands in the type that `torch.autocast` chooses for fused attention."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in operands)
 
 
 def _show_keys_in_reach(point: "Point", keys: int) -> None:

@@ -22,10 +22,12 @@ from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.families import Family
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.attention.normalizers import normalizer_name
+from sinklens.hooks.interleaving import wait_for
 from sinklens.hooks.losses import Masks
 from sinklens.hooks.offload import device_of, stored_values
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
+from sinklens.hooks.turn import Turn
 from sinklens.model.bridges import from_bridge
 from sinklens.model.fingerprint import weights_fingerprint
 from sinklens.model.loading import Checkpoint, LoadRequest, TokenId, from_pretrained_model, load_checkpoint
@@ -58,9 +60,9 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
         "weights stay as the checkpoint stores them; nothing is folded or centered.",
     ),
     "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
-    "generator": "tracer.result is the ids, in a block of model.generate.",
     "input_to_embed": "read the hook point hook_embed.",
 }
+WRITTEN = "generator.output"  # the location that serves the ids after a run
 RUN = "sinklens.runs.generating:generate_as"  # these are found by name when they are called: they use models
 LIKELIHOOD = "sinklens.experiments.nll.estimate:likelihood"
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
@@ -111,6 +113,11 @@ class Model(ModuleMethods, SinglePasses):
             self.checkpoint.undo.close()
             hf.__dict__.pop(MODEL_KEY, None)
         return hf
+
+    @property
+    def turn(self) -> Turn:
+        """Taken by whoever runs the model, so that other threads wait; see hooks/turn.py."""
+        return self.tree.turn
 
     @property
     def tree(self) -> HookTree:
@@ -243,11 +250,25 @@ class Model(ModuleMethods, SinglePasses):
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
 
+    @property
+    def generator(self) -> "Written":
+        """nnsight's: ``model.generator.output`` is the ids of prompt and answer, after the run of `generate`."""
+        return Written()
+
     # TransformerLens's tools also read this from a model.
     @property
     def original_model(self) -> "PreTrainedModel":
         """The transformers model, under the name where TransformerLens's guards look for training mode."""
         return self.tree.hf
+
+
+class Written:
+    """What a run has written, for a block of `Model.generate`."""
+
+    @property
+    def output(self) -> Any:
+        """The ids [batch, pos], once the run has ended."""
+        return wait_for(WRITTEN, 0)
 
 
 def load(

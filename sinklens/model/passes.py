@@ -17,6 +17,7 @@ from torch import Tensor
 from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
 from sinklens.hooks.forward_pass import CAUSAL
 from sinklens.hooks.interleaving import Root
+from sinklens.hooks.turn import in_turn
 from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import TokenMethods, side_of
 
@@ -47,6 +48,7 @@ class SinglePasses(TokenMethods, Root):
     tree: Any
     _warned = False  # whether a pass without masks was reported
 
+    @in_turn
     def __call__(
         self,
         input_ids: Prompt,
@@ -65,7 +67,8 @@ class SinglePasses(TokenMethods, Root):
             prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
             padding_side: for several texts: "left", the default, or "right".
             hook: in a trace block, whether the block sees this pass.
-            **options: arguments of `HookTree.forward`, which rejects unknown ones.
+            **options: ``allow_longer`` (run more positions than the model was made for, with a warning), and arguments
+                of `HookTree.forward`, which rejects unknown ones.
 
         Raises:
             PromptError: the prompt is invalid or longer than the context.
@@ -175,17 +178,18 @@ class SinglePasses(TokenMethods, Root):
         """
         for name in options.keys() - known_options(options).keys():
             del options[name]
+        longer = options.pop("allow_longer", False)
         if options.get("start_at_layer") is not None:  # the prompt is a stream
             return prompt, mask
         given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
         if mask is None:
             self.reader.warn_right_padding(prompt, given)
-        self._check_pass(given, options.get("mode"))
+        self._check_pass(given, options.get("mode"), longer)
         return given.ids, None if bool(given.real.all()) else given.real
 
-    def _check_pass(self, given: Encoded, mode: Any = None) -> None:
+    def _check_pass(self, given: Encoded, mode: Any = None, longer: bool = False) -> None:
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
-        self._check_length(int(given.real.sum(dim=1).max()))
+        self.check_length(int(given.real.sum(dim=1).max()), allow_longer=longer)
         said = self._warned or mode in CAUSAL or self.mask_token_id is None
         if said or self.mask_token_id in given.ids:
             return
@@ -224,8 +228,9 @@ class SinglePasses(TokenMethods, Root):
         padding_side: str | None = None,
         **options: Any,
     ) -> tuple:
+        longer = {name: options[name] for name in ("allow_longer",) if name in options}  # the pass itself checks again
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return (ids,), {**_with_mask(mask), **options}
+        return (ids,), {**_with_mask(mask), **options, **longer}
 
     def _real_tokens(
         self,

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import PromptError, PromptWarning, SettingError, warn_caller
 from sinklens.families.samplers import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
@@ -77,7 +77,7 @@ class TokenMethods:
         ids, real = reader.encode(prompt, chat_template, prepend_bos)
         if not gen_length:
             return Encoded(ids, real)
-        self._check_length(int(real.sum(dim=1).max()) + gen_length)
+        self.check_length(int(real.sum(dim=1).max()) + gen_length)
         masks = ids.new_full((len(ids), gen_length), self._mask_token())
         return Encoded(torch.cat([ids, masks], dim=1), torch.cat([real, torch.ones_like(masks).bool()], dim=1))
 
@@ -116,11 +116,23 @@ class TokenMethods:
             )
         return self.mask_token_id
 
-    def _check_length(self, positions: int) -> None:
-        if positions > self.cfg.n_ctx:
+    def check_length(self, positions: int, advice: str = "Shorten the prompt", allow_longer: bool = False) -> None:
+        """Refuse a pass over more positions than the model was made for, or warn of it with `allow_longer`.
+
+        Raises:
+            PromptError: too many positions; always, in a network with an embedding for each position.
+        """
+        over = positions - self.cfg.n_ctx
+        if over <= 0:
+            return
+        said = f"{self.name} has {self.cfg.n_ctx} positions, and a pass would need {positions}, {over} too many."
+        if self.tree.architecture.positions:
+            raise PromptError(f"{said} {advice}; this network has no embedding for further positions.")
+        if not allow_longer:
             raise PromptError(
-                f"{self.name} has {self.cfg.n_ctx} positions; this pass would need {positions}. Shorten the prompt."
+                f"{said} {advice}; or pass allow_longer=True, and rotary positions continue beyond those of training."
             )
+        warn_caller(f"{said} allow_longer=True runs it; the model was not made for such distances.", PromptWarning)
 
     def to_tokens(
         self,

@@ -269,7 +269,7 @@ class Denoising:
     def _track(self, trajectory: Trajectory) -> SinkTrack | None:
         if self._recorder is None or trajectory.steps_run == 0:
             return None
-        self.describe(unmask_step=trajectory.unmask_step.numpy())
+        self.describe(unmask_step=trajectory.unmask_step.numpy(), final_id=trajectory.canvas[:, -1].numpy())
         data = self._recorder.store.dataset()
         return None if data is None else SinkTrack(data)
 

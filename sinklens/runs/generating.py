@@ -20,6 +20,7 @@ from sinklens.families.samplers import sampler_name
 from sinklens.hooks.interleaving import opens_block
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model import Model
+from sinklens.model.model import WRITTEN
 from sinklens.model.passes import known_options
 from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import side_of
@@ -47,6 +48,10 @@ OTHER = {  # arguments of TransformerLens's and transformers' generate: the valu
 
 class Writing(Trace):
     """A run opened as nnsight opens one: its ``result`` is the ids of prompt and answer."""
+
+    def values_at_end(self) -> dict[str, Any]:
+        """The ids, for a block that waits for ``model.generator.output``."""
+        return {WRITTEN: ids_of(self.generation)}
 
     def carry_out(self) -> Any:
         """Run all steps; returns the ids."""

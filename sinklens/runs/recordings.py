@@ -276,11 +276,7 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
     if recorded.sampler and "sampler" not in given and "mode" not in given:
         return {"sampler": recorded.sampler, **recorded.settings, **given}
     names = find_sampler(sampler_name(model.family_record, given)).setting_names()
-    shape = {
-        "gen_length": recorded.gen_length,
-        "steps": recorded.steps,
-        "block_length": model.block_length or recorded.gen_length,
-    }
+    shape = {"gen_length": recorded.gen_length, "steps": recorded.steps, "block_length": recorded.gen_length}
     return {name: value for name, value in shape.items() if name in names} | dict(given)
 
 

@@ -48,6 +48,7 @@ class RunRequest:
     replay: Replayable | Tensor | None = None
     cache: CachePolicy | None = None
     progress: bool | None = None
+    allow_longer: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     copies: int = 1
 

@@ -3,7 +3,7 @@
 `Generation.answers` records whether each answer ended, whether it is empty, and how many positions are still masked.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.detached import without_model
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.model import Model
 from sinklens.runs.choices import Choice
@@ -129,7 +130,7 @@ class Generation(Trajectory):
         seed: the seed used.
         sinks: sink scores of every step, layer and head; None if they were not recorded or no step finished.
         single: whether the prompt was one string; `text` is then one string.
-        model: the model that ran.
+        model: the model that ran; a pickled run leaves it out, see hooks/detached.py.
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
@@ -151,6 +152,11 @@ class Generation(Trajectory):
     control_keys: ControlKeys | None = field(default=None, repr=False)
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
+
+    __getstate__ = without_model
+
+    def __copy__(self) -> "Generation":
+        return replace(self)
 
     @property
     def modes(self) -> tuple[Mode | None, ...]:

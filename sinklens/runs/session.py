@@ -48,6 +48,7 @@ def trace(
     replay: Replayable | Tensor | None = None,
     cache: CachePolicy | None = None,
     progress: bool | None = None,
+    allow_longer: bool = False,
     **settings: Any,
 ) -> "Trace":
     """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
@@ -63,7 +64,8 @@ def trace(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, **settings: as in `generate`.
+        prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, **settings: as in
+            `generate`.
 
     Raises:
         PromptError: the prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer.
@@ -71,8 +73,8 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
-    request = RunRequest(prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, settings)
-    return Trace(denoising_of(model, request))
+    given = prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
+    return Trace(denoising_of(model, RunRequest(*given)))
 
 
 def generate(
@@ -86,6 +88,7 @@ def generate(
     replay: Replayable | Tensor | None = None,
     cache: CachePolicy | None = None,
     progress: bool | None = None,
+    allow_longer: bool = False,
     **settings: Any,
 ) -> Generation:
     """Run denoising without a block.
@@ -114,6 +117,8 @@ def generate(
             computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
             only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
         progress: show a progress bar; by default on a terminal, after a few seconds.
+        allow_longer: run prompts and answers that need more positions than the model was made for, with a warning; not
+            in networks with an embedding for each position.
         **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
             `AutoregressiveSettings`; `sampling.settings_for` shows those of a model. Omitted ones default to the
             checkpoint's values, then to the sampler's. Passing ``gen_length`` resets the checkpoint's ``steps`` and
@@ -125,8 +130,8 @@ def generate(
     Raises:
         SinklensError: see `trace`.
     """
-    request = RunRequest(prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, settings)
-    return carried_out(denoising_of(model, request))
+    given = prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
+    return carried_out(denoising_of(model, RunRequest(*given)))
 
 
 def denoising_of(model: Any, request: RunRequest) -> Denoising:
@@ -151,10 +156,11 @@ def carried_out(denoising: Denoising) -> Generation:
     Raises:
         HookOrderError: a block of the model is running.
     """
-    _refuse_nesting(denoising.model)
-    denoising.carry_out()
-    denoising.controls.report()
-    return denoising.result()
+    with denoising.model.turn:
+        _refuse_nesting(denoising.model)
+        denoising.carry_out()
+        denoising.controls.report()
+        return denoising.result()
 
 
 def _refuse_nesting(model: Model) -> None:
@@ -340,9 +346,13 @@ class Trace(BlockTracer):
         assert self.server is not None
         self._denoising.carry_out([self.server])
         self._denoising.controls.report()
-        self.server.close()
         self._generation = self._denoising.result()
+        self.server.close(self.values_at_end())
         return self._generation
+
+    def values_at_end(self) -> dict[str, Any]:
+        """Values that a block may wait for when its run has ended, by nnsight's location."""
+        return {}
 
     def end(self) -> None:
         """Called after the block has run, including after an error."""

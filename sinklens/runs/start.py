@@ -48,7 +48,8 @@ def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
     lengths = real.sum(dim=1).tolist()
     settings = settings.fitted(lengths)
     spare = [settings.spare(n) for n in lengths]
-    _check_room(model, settings, max(lengths) + appended.shape[1], added + appended.shape[1], max(spare))
+    longest, extra = max(lengths) + appended.shape[1], added + appended.shape[1]
+    _check_room(model, settings, longest, extra, max(spare), request.allow_longer)
     return settings, _state(model, settings, ids, real, appended, spare, noise)
 
 
@@ -93,18 +94,16 @@ def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:
         )
 
 
-def _check_room(model: Model, settings: Sampler, longest: int, extra: int, spare: int) -> None:
+def _check_room(model: Model, settings: Sampler, longest: int, extra: int, spare: int, allow_longer: bool) -> None:
     """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
     if settings.slides:
         return
-    context = model.cfg.n_ctx - spare
-    added = f", {extra} of them added to it," if extra else ""
-    if longest + settings.gen_length > context:
-        raise PromptError(
-            f"a prompt of {longest} tokens{added} and gen_length {settings.gen_length} need "
-            f"{longest + settings.gen_length} positions; {model.name} has {context}. "
-            f"Shorten the prompt or set gen_length to at most {max(0, context - longest)}."
-        )
+    needed = longest + settings.gen_length + spare
+    over, added = needed - model.cfg.n_ctx, f", {extra} of them added to it," if extra else ""
+    most = settings.gen_length - over
+    advice = f"shorten one of them (gen_length to at most {most})" if most > 0 else f"shorten the prompt by {over}"
+    said = f"The prompt has {longest} tokens{added} and gen_length is {settings.gen_length}: {advice}"
+    model.check_length(needed, said, allow_longer)
 
 
 def _closing_token(model: Model, settings: Sampler) -> int | None:

@@ -7,12 +7,12 @@ Silent failure: if a block requests a point too late, nnsight would serve it fro
 the end of every step `StepServer` checks for requests that are still waiting and raises on the requesting line.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.families.samplers import never_passed
-from sinklens.hooks.interleaving import wait_for
+from sinklens.hooks.interleaving import RepeatedBlock, wait_for
 from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
 from sinklens.runs.intervention import within
@@ -54,10 +54,11 @@ class StepServer:
             f"step reaches them (model.hook_names()): move this line up, or request it in the next step.",
         )
 
-    def close(self) -> None:
-        """End the loops that wait for another step after the run has ended."""
+    def close(self, values: Mapping[str, Any]) -> None:
+        """End the loops that wait for another step after the run has ended, and serve `values` by location."""
         self.over = True
-        self._handover.release(STEP, RUN_ENDED)
+        for location, value in {STEP: RUN_ENDED, **values}.items():
+            self._handover.release(location, value)
         ran = 0 if self.step is None else self.step + 1
         self._refuse(None, f"was requested after the run had ended; it had {ran} steps.")
 
@@ -79,12 +80,12 @@ class StepServer:
         self._handover.refuse_late(step, error)
 
 
-class VisitedSteps:
+class VisitedSteps(RepeatedBlock):
     """The steps that a block visits: all, or a selection.
 
     ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` are selections.
     Negative indices and fractions refer to the number of planned steps; a run that ends early ends the loop. Iteration
-    waits for each step in turn and yields its number.
+    waits for each step in turn and yields its number; nnsight's older ``with t.iter[8:]:`` runs its body in each.
 
     Args:
         owner: the open run, a `Trace`.
@@ -92,6 +93,7 @@ class VisitedSteps:
     """
 
     def __init__(self, owner: Any, chosen: Sequence[int] | None = None) -> None:
+        super().__init__()
         self._owner, self._selected = owner, chosen is not None
         self._chosen = list(range(owner.planned)) if chosen is None else list(chosen)
 

@@ -46,9 +46,10 @@ class TrackData:
         data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
             yet); ``token_id`` [batch, step, pos], the ids at the start of the step (-1 where undecided in an
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
-            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; of a
-            model that changes its attention ``mode`` and ``block_start`` [batch, step], see `modes`; and any other
-            recorded variables (`quantities`). Each axis has its indices as coordinate.
+            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos];
+            ``final_id`` [batch, pos], the ids after the run; of a model that changes its attention ``mode`` and
+            ``block_start`` [batch, step], see `modes`; and any other recorded variables (`quantities`). Each axis has
+            its indices as coordinate.
             Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
             prompt_length, dtype, device, versions, vocabulary, special.
     """

@@ -99,7 +99,7 @@ def _open_store(path: Path) -> xr.Dataset:
 
 
 def _unfinished(data: xr.Dataset) -> xr.Dataset:
-    """The track of a killed run; ``unmask_step`` is derived from the completed steps."""
+    """The track of a killed run; ``unmask_step`` and ``final_id`` are derived from the completed steps."""
     token, masked, committed, real = (
         torch.from_numpy(data[name].to_numpy()) for name in ("token_id", "masked", "committed", "is_real")
     )
@@ -107,7 +107,8 @@ def _unfinished(data: xr.Dataset) -> xr.Dataset:
     canvas = torch.cat([token, after], dim=1)
     undecided = torch.cat([masked, (masked & ~committed)[:, -1:]], dim=1)
     last = unmask_steps(canvas, undecided, real, int(data.attrs["prompt_length"]))
-    return data.assign(unmask_step=(("batch", "pos"), last.numpy()))
+    places = ("batch", "pos")
+    return data.assign(unmask_step=(places, last.numpy()), final_id=(places, token[:, -1].numpy()))
 
 
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:

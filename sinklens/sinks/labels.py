@@ -69,13 +69,15 @@ def token_labels(track: TrackData, batch: int = 0, tokens: Int[np.ndarray, " pos
     """One label per position; a masked or undecided position is ░, and padding has no label.
 
     Args:
-        tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
+        tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those after the run or, in a
+            track without them, those that entered its last step.
     """
     track.require(batch=batch)
     if tokens is not None and len(tokens) != track.data.sizes["pos"]:
         raise TrackError(f"tokens has {len(tokens)} ids for {track.data.sizes['pos']} positions; give run.tokens[row].")
     row = track.data.isel(batch=batch)
-    ids = row["token_id"].isel(step=-1).to_numpy() if tokens is None else tokens
+    kept = row["final_id"] if "final_id" in row else row["token_id"].isel(step=-1)
+    ids = kept.to_numpy() if tokens is None else tokens
     words, masks, real = track.vocabulary, track.special["mask"], row["is_real"].to_numpy()
 
     def label(token: int) -> str:

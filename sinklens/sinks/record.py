@@ -13,7 +13,7 @@ import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
-from sinklens.sinks.steps import CANVASES, refuse_existing
+from sinklens.sinks.steps import CANVASES, OF_RUN, refuse_existing
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Record:
             ("have the name", [part.name for part in chosen]),
             (
                 "fill the variable",
-                [*CANVASES, "is_real", "unmask_step", *(name for part in chosen for name in part.variables)],
+                [*CANVASES, *OF_RUN, *(name for part in chosen for name in part.variables)],
             ),
         ):
             duplicates = sorted({name for name in names if names.count(name) > 1})

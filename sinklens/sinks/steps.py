@@ -24,6 +24,7 @@ from sinklens.sinks.store import TrackStore, writing
 from sinklens.sinks.track import SinkTrack
 
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
+OF_RUN = ("is_real", "unmask_step", "final_id")  # [batch, pos]
 AT_ONCE = 16 * 2**20  # bytes of steps that are collected before a function gets them
 
 

@@ -4,7 +4,7 @@ Functions that draw one panel take ``ax=`` and return it, so figures can be comb
 Positions are labeled by their tokens if the track has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from sinklens.sinks.drawing import (
     model_name,
     number_at,
 )
+from sinklens.sinks.labels import plain
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -141,8 +142,11 @@ def _step_axis(track: SinkTrack, ax: "Axes") -> None:
     ax.xaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
 
 
-def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
+def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int = 0) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
+
+    Args:
+        tracks: the tracks, or title -> track.
 
     Raises:
         TrackError: `tracks` is empty.
@@ -150,8 +154,11 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     if not tracks:
         raise TrackError("there is no track to draw; give at least one.")
     figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
-    for track, ax in zip(tracks, axes, strict=True):
+    named = tracks.items() if isinstance(tracks, Mapping) else (("", track) for track in tracks)
+    for (title, track), ax in zip(named, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
+        if title:
+            ax.set_title(f"{plain(title)}\n{ax.get_title()}")
     figure.suptitle(
         "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
         "whose sink moves most\n(filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "

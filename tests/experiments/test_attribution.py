@@ -209,7 +209,12 @@ def test_the_model_is_restored_even_after_an_error_and_the_caller_may_have_disab
 def test_of_step_returns_the_canvas_of_the_step(worded, causal):
     run = sinklens.generate(worded("llama", causal), ["w7 w12", "w8 w9 w10 w11"], gen_length=5, record_sinks=False)
     end, padded = run.prompt_length + 3 if causal else run.canvas.shape[2], int((~run.real[0]).sum())
+    ids, real, time = of_step(run, 3)
+    assert time is None
+    assert torch.equal(ids, run.canvas[:, 3, :end])
+    assert torch.equal(real, run.real[:, :end])
     assert torch.equal(of_step(run, 3).row(0).ids, run.canvas[:1, 3, padded:end])
+    assert padded > 0
     assert torch.equal(of_step(run, -1).ids, of_step(run, run.steps_run - 1).ids)
     with pytest.raises(SettingError, match=r"step \d+ does not exist"):
         of_step(run, run.steps_run)

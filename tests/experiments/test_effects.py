@@ -214,6 +214,8 @@ def test_logits_are_kept_only_at_the_chosen_steps(request, model):
         assert len(logits) == (3 if model.config.is_causal else int((run.canvas[:, step] == model.mask_token_id).sum()))
     found = compare(run, run, kept.kept, kept.kept)
     assert found["kl"].notnull().any("batch").to_numpy().nonzero()[0].tolist() == [0, 7]
+    sinklens.generate(model, PROMPTS[0], hooks=[kept], record_sinks=False, gen_length=4)
+    assert sorted(kept.kept) == [0, 3]
 
 
 def test_a_token_ruled_out_by_both_runs_adds_nothing_to_the_kl(tiny_llada):

@@ -226,7 +226,7 @@ def other_prompt(run, case, name=None):
 def corrupting(run, case):
     kept, other = other_prompt(run, case)
     value, window = kept.caches[case.step][case.z][0], kept.caches[case.step].windows.get(case.z)
-    assert (other.settings, other.cache) == (run.settings, run.cache)
+    assert other.settings == run.settings
     return value[-1] if run.model.causal else value[places(run, case, window or range(len(value)))]
 
 

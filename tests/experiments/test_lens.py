@@ -208,6 +208,16 @@ def test_reading_calls_no_hook_and_leaves_no_gradient(models):
     assert all(weight.grad is None and weight.requires_grad for weight in model.tree.hf.parameters())
 
 
+def test_a_trace_and_a_run_that_ended_early_can_be_read(tiny_llada):
+    lens = LogitLens(positions=[-1])
+    prompt = held_out(1)[0].prompt
+    with sinklens.trace(tiny_llada, prompt, hooks=[lens], threshold=0.5, record_sinks=False) as t:
+        for step in t.steps:
+            pass
+    assert t.steps_run < 24
+    xr.testing.assert_allclose(lens.read(t.generation), logit_lens(tiny_llada, t, positions=[-1]), rtol=1e-3, atol=1e-6)
+
+
 @MODULATED
 @torch.no_grad()
 def test_the_lens_reads_with_the_final_modulation_of_the_step(conformance, name):
@@ -259,6 +269,16 @@ def test_streams_are_moved_by_the_map_of_their_layer_and_masked_share(worded, ar
     assert used == {0, 1, 2}
     read = collected.read(run, row, lens)
     np.testing.assert_allclose(read["probability"], data["probability"], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("share", "bucket"), [(1.0, 3), (0.76, 3), (0.75, 2), (0.5, 1), (0.26, 1), (0.25, 0), (0.0, 0)]
+)
+def test_a_bucket_ends_at_its_upper_bound(share, bucket):
+    lens = random_lens(buckets=4)
+    stream = torch.randn(3, lens.maps.shape[2])
+    moved = stream + stream @ lens.maps[bucket, 1] + lens.offsets[bucket, 1]
+    torch.testing.assert_close(lens.translate(stream, 1, share), moved)
 
 
 def divergence(run, lens):

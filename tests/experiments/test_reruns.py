@@ -7,6 +7,7 @@ import sinklens
 from sinklens.errors import SinklensError
 from sinklens.experiments import corrupted
 from sinklens.interventions import ForceTokens
+from sinklens.sampling import DualCache
 
 QUESTION = "Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:"
 OTHER = "Question: At school, Tom has 6 cups. He finds 6 more. How many cups does Tom have now?\nAnswer:"
@@ -46,6 +47,23 @@ def test_prompt_tokens_that_the_earlier_run_changed_on_the_way_stay_changed(tiny
     assert found.text == earlier.text  # one string, as for the earlier run
     assert earlier.canvas[0, 3, 2] == found.canvas[0, 3, 2] == seven
     assert found.canvas[0, 0, 2] == earlier.canvas[0, 0, 2]
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("settings", [{}, {"use_cache": True}, {"sampler": "bd3lm", "steps": 8}])
+def test_a_run_of_blocks_is_repeated_with_its_settings(settings):
+    base = sinklens.generate("tiny-sdar", [QUESTION, OTHER], **SETTINGS | settings)
+    other = corrupted(base, {" 6": " 8"}, record_sinks=False)
+    assert other.settings == base.settings
+    assert int((other.canvas[:, -1] != base.canvas[:, -1]).sum()) == 3
+
+
+def test_a_changed_run_has_the_cache_policy_of_the_first(tiny_llada):
+    first = sinklens.generate(tiny_llada, [QUESTION], cache="dual", block_length=6, **SETTINGS)
+    changed = corrupted(first, {" 6": " 8"}, record_sinks=True)
+    assert (first.cache, changed.cache) == (DualCache(), DualCache())
+    assert changed.sinks["fresh"].sum() < changed.sinks["fresh"].size
+    assert corrupted(first, {" 6": " 8"}, cache=None, record_sinks=False).cache is None
 
 
 def test_texts_that_do_not_exist_are_refused(base, tiny_llada):

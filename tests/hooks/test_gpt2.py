@@ -6,7 +6,7 @@ from stored.folders import largest_difference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinklens
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, PromptError, SettingError
 from sinklens.experiments import path_patching_effects
 from sinklens.families import family_named, translate
 from sinklens.hooks.rotary import rotations
@@ -61,6 +61,11 @@ def test_padding_on_the_left_does_not_move_the_positions(model, ids):
     real = torch.ones_like(padded)
     real[:, :3] = 0
     assert largest_difference(model(padded, attention_mask=real)[:, 3:], model(ids)) < 1e-4
+
+
+def test_a_table_of_positions_is_never_exceeded(model):
+    with pytest.raises(PromptError, match=r"no embedding for further positions"):
+        model(torch.full((1, model.cfg.n_ctx + 1), 3), allow_longer=True)
 
 
 def test_weights_multiply_from_the_right_as_in_transformer_lens(reference, model, ids):

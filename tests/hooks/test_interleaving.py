@@ -32,10 +32,13 @@ def test_the_scan_finds_each_kind_of_use(text, found):
     assert uses(text) == found
 
 
-def test_the_module_uses_nnsights_internals_and_only_errors_from_sinklens():
+def test_the_module_uses_nnsights_internals_and_only_errors_and_turns_from_sinklens():
     assert {"Mediator", "_edits", "mount"} <= uses(HOME.read_text())
     imported = {node.module for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.ImportFrom)}
-    assert {module for module in imported if module.startswith("sinklens")} == {"sinklens.errors"}
+    assert {module for module in imported if module.startswith("sinklens")} == {
+        "sinklens.errors",
+        "sinklens.hooks.turn",
+    }
 
 
 SAVES = "import nnsight; assert vars(object)['save'].__func__ is nnsight.save, 'nnsight has lost its save'"

@@ -170,7 +170,6 @@ def chosen(scores, real=None, **given):
 
 ONE = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])
 TWO = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]]])
-EMPTY = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
 SHORT_ROW = torch.tensor([[False, False, True, True], [True, True, True, True]])
 
 
@@ -185,13 +184,18 @@ SHORT_ROW = torch.tensor([[False, False, True, True], [True, True, True, True]])
         (TWO, SHORT_ROW, {"top_k": 1}, [[[3]], [[3]]]),
         (TWO, SHORT_ROW, {"top_k": 3}, [[[2, 3]], [[1, 2, 3]]]),
         (TWO, SHORT_ROW, {"top_k": 3, "pick": "weakest"}, [[[2, 3]], [[0, 1, 2]]]),
-        (EMPTY, None, {"top_k": 2}, [[[], [0, 1]]]),
-        (EMPTY, None, {"top_k": 2, "pick": "weakest"}, [[[], [0, 2]]]),
-        (EMPTY, None, {"top_k": 3, "pick": "random_any"}, [[[], [0, 1, 2]]]),
     ],
 )
-def test_keys_are_taken_by_strength_and_never_of_padding_or_an_empty_head(scores, real, given, expected):
+def test_the_strongest_or_weakest_keys_are_taken_the_first_of_ties_and_never_padding(scores, real, given, expected):
     assert chosen(scores, real, **given) == expected
+
+
+@pytest.mark.parametrize("pick", ["strongest", "weakest", "random_any"])
+def test_no_key_is_taken_from_an_all_zero_head(pick):
+    scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
+    real = torch.ones(1, 3, dtype=torch.bool)
+    found = taken({0: scores}, real, top_k=2, pick=pick)
+    assert found.sum(dim=-1).tolist() == [[[0, 2]]]
 
 
 IDS = torch.tensor([[3, 4, 5]])

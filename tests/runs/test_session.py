@@ -13,6 +13,7 @@ from sinklens.errors import (
     HookNameError,
     HookOrderError,
     PromptError,
+    PromptWarning,
     ReadOnlyHookError,
     SettingError,
     SinklensError,
@@ -433,7 +434,8 @@ def test_a_token_id_outside_the_vocabulary_is_named(request, model, name, token)
     ("prompt", "settings", "error", "text"),
     [
         ("a <|mdm_mask|> b", {}, PromptError, r"prompt 0 contains the mask token \(1\) at position 3"),
-        (PROMPT * 5, {}, PromptError, r"need 1\d\d positions; tiny-llada has 128.*gen_length to at most"),
+        (PROMPT * 5, {}, PromptError, r"has 128 positions, and a pass would need 1\d\d.*gen_length to at most \d+\)"),
+        ([9] * 200, {}, PromptError, r"has 200 tokens and gen_length is 24: shorten the prompt by 96; .*allow_longer"),
         (PROMPT, {"gen_length": 0}, SettingError, r"at least 1; got 0"),
         (PROMPT, {"block_length": 7}, SettingError, r"block_length 7 does not divide gen_length 24"),
         (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
@@ -446,6 +448,18 @@ def test_a_token_id_outside_the_vocabulary_is_named(request, model, name, token)
 def test_an_invalid_prompt_or_setting_is_rejected_before_anything_runs(tiny_llada, prompt, settings, error, text):
     with pytest.raises(error, match=text):
         sinklens.generate(tiny_llada, prompt, **settings)
+
+
+def test_a_rotary_network_runs_beyond_its_context_if_asked(tiny_llada):
+    ids, longer = [9] * 140, {"gen_length": 8, "steps": 2, "block_length": 8, "allow_longer": True}
+    with pytest.warns(PromptWarning, match=r"has 128 positions, and a pass would need 148, 20 too many"):
+        run = sinklens.generate(tiny_llada, ids, **longer)
+    with pytest.warns(PromptWarning, match=r"20 too many"), sinklens.trace(tiny_llada, ids, **longer) as t:
+        for _ in t.steps:
+            assert t["denoise.hook_logits"] is not None
+    assert torch.equal(t.canvas, run.canvas)
+    with pytest.warns(PromptWarning, match=r"20 too many"):
+        assert torch.isfinite(tiny_llada(run.canvas[:, 1], allow_longer=True)).all()
 
 
 def test_a_missing_chat_template_is_an_error_and_a_given_one_is_applied(tiny_llada):

@@ -9,6 +9,7 @@ from planting import planted as planted_track
 from planting import with_sinks
 from tracks import made
 
+import sinklens
 from sinklens.errors import SinklensError
 from sinklens.sinks import build_track
 from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
@@ -107,6 +108,14 @@ def test_steps_missing_from_a_row_are_blank():
 
 
 AWKWARD = {1: "<mask>", 3: "$\\frac{", 4: "\n\n", 5: " a_b", 6: "_c$", 7: "中", 8: " ", 9: "x" * 40, 10: "\x1b"}
+
+
+def test_a_runs_labels_are_its_final_tokens_and_named_tracks_are_titled(tiny_llada):
+    run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", gen_length=8)
+    assert token_labels(run.sinks) == token_labels(run.sinks, tokens=run.tokens[0].numpy())
+    assert token_labels(run.sinks) != token_labels(run.sinks, tokens=run.canvas[0, -2].numpy())
+    figure = figures.sink_paths({"a_b": run.sinks})
+    assert figure.axes[0].get_title().startswith("a_b\ntiny-llada: ")
 
 
 def test_awkward_tokens_are_shown_verbatim():

@@ -25,6 +25,7 @@ from sinklens.experiments.nll.diffusion import bounds
 from sinklens.experiments.nll.hooked_pass import HookedPass, refuse_earlier
 from sinklens.experiments.nll.noise import DrawRule, Masking, noise_of
 from sinklens.experiments.nll.result import Likelihood, PromptAnswer
+from sinklens.hooks.turn import in_turn
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog
@@ -94,6 +95,7 @@ def refuse_cache(cache: Policy | str | None) -> None:
         )
 
 
+@in_turn
 def likelihoods(
     model: Model,
     pairs: Sequence[PromptAnswer],

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import DeviceMemoryError, HookNameError, PromptError, SettingError
+from sinklens.errors import DeviceMemoryError, HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.hook_functions import takes_hook
@@ -137,11 +137,7 @@ class HookedPass:
             pad(real, (0, answers.shape[1] + sides[1]), value=True),
         )
         where = pad(counted, sides)
-        if (longest := int(real.sum(dim=1).max())) > model.cfg.n_ctx:
-            raise PromptError(
-                f"with the tokens that interventions add, a pass would need {longest} positions; {model.name} has "
-                f"{model.cfg.n_ctx}. Shorten the prompt."
-            )
+        model.check_length(int(real.sum(dim=1).max()), "With the tokens that interventions add, shorten the prompt")
         state, blocks = self._state(canvas, real, sides[0], where), blocks_of_text(model)
         same = blocks is None or blocks == model.checkpoint.blocks
         rule = nullcontext() if same else ruled_by(model.tree.hf.config, blocks)
