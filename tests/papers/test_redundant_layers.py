@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from by_hand import MASK, Change, Network
 
 import sinklens
