@@ -13,7 +13,7 @@ import numpy as np
 import pandas
 import pytest
 import xarray as xr
-from ledgers import planted_run, repeats
+from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.analyses.printing import ROWS
@@ -120,19 +120,6 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
     assert capsys.readouterr().out == tables
     assert main(call) == 0  # a rerun measures nothing and prints the same
     assert capsys.readouterr().out == printed
-
-
-def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys):
-    """No command writes both into one folder, but earlier versions did."""
-    assert (
-        main(["analyse", "existence", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
-    )
-    capsys.readouterr()
-    planted_run(tmp_path, {"a": True})
-    assert main(["table", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "thresholds: tiny-llama" in printed
-    assert "tiny-gsm, tiny-llada: accuracy" in printed
 
 
 def test_malformed_prompts_are_rejected(tmp_path, capsys):

@@ -98,33 +98,6 @@ def test_a_changed_plan_is_refused_after_the_first_run_and_the_first_one_resumes
     assert stored["name"] == counted.name
 
 
-def stopped(call):
-    """The exit code of an interrupted command."""
-    try:
-        return main(call)
-    except SystemExit as error:
-        return error.code
-
-
-@pytest.mark.extended
-def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
-    measure, calls = planted(0.4)
-
-    def interrupted(self, model, prompts, settings):
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measure(self, model, prompts, settings)
-
-    (tmp_path / "out.yaml").write_text(PLAN % {"n": 6})
-    monkeypatch.setattr(PlannedTest, "measure", interrupted)
-    call = ["test", str(tmp_path / "out.yaml"), "--out", str(tmp_path / "out"), "--tests", str(tmp_path / "tests")]
-    assert stopped(call) == 130
-    assert len(calls) == 3
-    assert len(LedgerRun.all(tmp_path / "tests")) == 1  # counted, though it has no result
-    code, _, rest = run(0.4, 6)
-    assert (code, len(rest)) == (0, 3)
-
-
 @pytest.mark.extended
 def test_every_test_on_a_prompt_is_counted_whatever_its_folder(run):
     printed = [run(lost, n, out=f"out-{n}")[1] for lost, n in ((0.4, 24), (0.0, 8), (0.0, 9))]

@@ -11,40 +11,31 @@ from sinklens.views.html import visible
 pytestmark = pytest.mark.browser
 
 
-def stop_after_three_steps(page, browser, gate):
-    """Press Stop while the run waits before its fourth step."""
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "steps before the answer to the request"])
+def test_a_run_is_stopped_and_its_finished_steps_remain(page, browser, gate, plain, late):
+    """Stop is pressed while the run waits before its fourth step."""
+    page.without_changes().type(PROMPT)
+    if late:
+        browser.js(
+            "const sent = window.fetch; window.fetch = async (path, given) => { const answer = await sent(path, given);"
+            " if (String(path).endsWith('api/runs')) await new Promise((answered) => { window.answered = answered; }); "
+            "return answer; }"
+        )
+    page.submit()
+    assert gate.reached.wait(30)
+    if late:
+        browser.wait("return Boolean(window.answered)")
+        browser.js("setTimeout(answered, 500)")
     page.waits_after(3)
     browser.click("halt")
     browser.wait("return performance.getEntriesByType('resource').some(({ name }) => name.endsWith('/cancel'))")
     gate.opened.set()
     page.ended("A")
     assert browser.text("state").startswith("Run A was stopped: 3 steps")
-
-
-def test_a_run_is_stopped_and_its_finished_steps_remain(page, browser, gate, plain):
-    page.without_changes().type(PROMPT)
-    page.submit()
-    assert gate.reached.wait(30)
-    stop_after_three_steps(page, browser, gate)
     words, entered = plain.sinks.vocabulary, plain.canvas[0, 3].tolist()
     assert page.tokens() == [
         "░" if token in plain.sinks.special["mask"] else visible(words[token]) for token in entered
     ]
-    page.quiet()
-
-
-def test_a_run_whose_steps_precede_the_answer_to_its_request_can_be_stopped(page, browser, gate, plain):
-    page.without_changes().type(PROMPT)
-    browser.js(
-        "const sent = window.fetch; window.fetch = async (path, given) => { const answer = await sent(path, given); "
-        "if (String(path).endsWith('api/runs')) await new Promise((answered) => { window.answered = answered; }); "
-        "return answer; }"
-    )
-    page.submit()
-    assert gate.reached.wait(30)
-    browser.wait("return Boolean(window.answered)")
-    browser.js("setTimeout(answered, 500)")
-    stop_after_three_steps(page, browser, gate)
     page.quiet()
 
 

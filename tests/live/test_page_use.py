@@ -45,7 +45,7 @@ return found;
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_text_is_large_and_dark_enough_to_read(page, browser, scheme, width):
+def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, browser, scheme, width):
     features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}  # no color is on its way to another
     emulated = {"features": [{"name": name, "value": value} for name, value in features.items()]}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
@@ -58,15 +58,20 @@ def test_text_is_large_and_dark_enough_to_read(page, browser, scheme, width):
         page.go_to(9)
         browser.js("document.querySelector('#chips input').click()")  # off, which is grey
         assert browser.js(UNREADABLE) == []
+        fonts = browser.js(
+            "return ['grid', 'heat', 'path'].map((id) => document.getElementById(id).getContext('2d').font)"
+        )
+        assert all(float(font.split("px")[0]) >= 12.5 for font in fonts)
+        browser.size(width, 700)
+        for place in ("path", "attention", "history") if width == 360 else ():
+            browser.js(f"document.getElementById('{place}').scrollIntoView()")
+            top, bottom = browser.js(
+                "const box = document.getElementById('step').getBoundingClientRect(); return [box.top, box.bottom]"
+            )
+            assert 0 <= top < bottom <= 80, "the slider stays in sight on a phone"
         page.quiet()
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_figures_write_their_numbers_large_enough(page, browser):
-    page.run()
-    fonts = browser.js("return ['grid', 'heat', 'path'].map((id) => document.getElementById(id).getContext('2d').font)")
-    assert all(float(font.split("px")[0]) >= 12.5 for font in fonts)
 
 
 def test_a_failed_request_clears_its_panel_and_says_why(browser, monkeypatch):
@@ -142,19 +147,6 @@ def test_the_first_visit_offers_a_run_and_run_b_waits_for_a(browser, tiny_llada)
         page.quiet()
         page.fresh()
         browser.driver.get("about:blank")
-
-
-def test_the_slider_stays_in_sight_on_a_phone(page, browser):
-    page.open(page.lab.address, 360)
-    page.run()
-    browser.size(360, 700)
-    for place in ("path", "attention", "history"):
-        browser.js(f"document.getElementById('{place}').scrollIntoView()")
-        top, bottom = browser.js(
-            "const box = document.getElementById('step').getBoundingClientRect(); return [box.top, box.bottom]"
-        )
-        assert 0 <= top < bottom <= 80
-    page.quiet()
 
 
 def test_the_history_can_be_filtered_and_undone(page, browser):

@@ -343,12 +343,3 @@ def test_a_websocket_is_refused(entered, lab):
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x"}
     answer = entered.get("/api/events", headers=upgrade | {"Origin": "http://evil.example"})
     assert answer.status_code == 403
-
-
-def test_two_tabs_see_the_same_events(client, lab):
-    tabs = client, Client(lab.url).follow()
-    run = client.submit(**RUN)
-    for tab in tabs:
-        tab.wait(lambda event: event.kind == "done" and event.data["run"] == run)
-    seen = [[(event.number, event.kind) for event in tab.events if event.data.get("run") == run] for tab in tabs]
-    assert seen[0] == seen[1]

@@ -201,17 +201,6 @@ def test_curves_and_histograms_show_the_table():
     assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
 
 
-def test_a_figure_is_drawn_into_the_given_axes(planted):
-    """Only a colour bar is added beside them."""
-    figure, axes = panels(3)
-    assert len(figure.axes) == 4
-    for draw in (
-        lambda ax: sink_path(planted, 0, 1, ax=ax),
-        lambda ax: interval_dots(interval_lines(), "measure", ax),
-    ):
-        assert draw(axes[0]) is axes[0]
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("draw", "text"),

@@ -56,17 +56,6 @@ def test_padding_and_positions_not_yet_reached_are_excluded(padded, tiny_llama):
         assert not pattern.triu(1).any()
 
 
-def test_several_layers_of_a_step_share_one_pass(padded, tiny_llada):
-    passes = []
-    handle = tiny_llada.tree.hf.model.embed_tokens.register_forward_hook(lambda *given: passes.append(1))
-    together = patterns_at(padded, 7, [0, 2, -1])
-    handle.remove()
-    assert len(passes) == 1
-    assert list(together) == [0, 2, -1]
-    for layer, pattern in together.items():
-        torch.testing.assert_close(pattern, pattern_at(padded, 7, layer), atol=2e-6, rtol=0)
-
-
 def test_a_trace_is_accepted_like_its_generation(tiny_llada):
     with sinklens.trace(tiny_llada, prompts(1)[0], gen_length=2) as t:
         for step in t.steps:
