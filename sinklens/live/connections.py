@@ -1,26 +1,31 @@
 """Connections that bring no request are closed, so that they cannot keep others out.
 
-uvicorn limits the number of connections and answers 503 above it, but waits without end for the first request of each.
-Here a connection without the complete head of a request is closed after `PATIENCE` seconds, however slowly it sends.
-When there are `MOST` connections, a new one displaces the oldest that has no request under way, so a user gets in even
-while somebody opens silent connections.
+uvicorn waits without end for the first request of a connection. Here a connection without the complete head of a
+request is closed after `PATIENCE` seconds, however slowly it sends. Above `MOST` connections, each new one displaces
+the oldest that has no request under way, once that one has been silent for `GRACE` seconds: a request that was sent but
+not yet read is always answered. Too many requests are refused with 503 (security.py).
 
-Limitation: `MOST` requests under way, all with the token, still keep others out.
+A timer runs after the data that arrived before it was read. So no connection is closed outside one: closing a
+connection with unread data resets it.
+
+Limitation: where a process may open fewer than `MOST` files, further connections wait until others have ended.
 """
 
 import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST = 128
+MOST = 512
 PATIENCE = 10.0  # seconds until the head of a request must be complete
+GRACE = 1.0  # seconds of silence before a connection is displaced
 
 
 class Connection(H11Protocol):
     """One connection to the lab."""
 
     _deadline: asyncio.TimerHandle | None = None
-    _began = 0.0
+    _since = 0.0  # when it was last heard, or last answered
+    _displaced = False
 
     @property
     def waits(self) -> bool:
@@ -30,25 +35,41 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for the connection."""
         super().connection_made(transport)
-        self._began = self.loop.time()
+        self._since = self.loop.time()
         self._expect()
-        others = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.waits]
-        if len(self.connections) >= MOST and others:
-            oldest = min(others, key=lambda one: one._began)
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+        if len(self.connections) > MOST:
+            mine = (one for one in self.connections if isinstance(one, Connection) and one is not self)
+            others = [one for one in mine if one.waits and not one._displaced]
+            if others:
+                min(others, key=lambda one: one._since)._displace()
 
     def data_received(self, data: bytes) -> None:
         """Read a request, or a part of one."""
         self._expect()
+        self._since = self.loop.time()
         super().data_received(data)
         if not self.waits:
             self._relax()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._since = self.loop.time()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._relax()
         super().connection_lost(exc)
+
+    def _displace(self) -> None:
+        self._displaced = True
+        self.loop.call_at(self._since + GRACE, self._leave)
+
+    def _leave(self) -> None:
+        if self.waits:
+            self.transport.close()
+        else:
+            self._displaced = False
 
     def _expect(self) -> None:
         """Close the connection unless a request arrives in time."""

@@ -12,6 +12,7 @@ The lab runs a model for whoever can reach it, so it is protected as a notebook 
   sent only for an address with the token, never for the cookie; it sends the token as a header. Its files, for which a
   browser sends no header, have a key in their address that is derived from the token and opens nothing else.
 - *Size*: a body has at most `MOST_BYTES`, and one length.
+- *Number*: of more than `MOST_REQUESTS` requests under way, the newest are asked to come again.
 
 Connections that send no request are closed (connections.py).
 
@@ -20,15 +21,16 @@ Every response forbids scripts and requests other than the lab's own files and A
 Limitation: the connection is not encrypted. On a network that others can read, use an SSH tunnel.
 """
 
+import asyncio
 import hashlib
 import hmac
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,6 +38,9 @@ from sinklens.live.addresses import ip_address, is_local
 from sinklens.live.refusal import Refused, require
 
 MOST_BYTES = 1_000_000  # of a request's body
+MOST_HEAD = 262_144  # bytes of a request's head, with the cookies of all programs on this machine
+MOST_REQUESTS = 512  # under way at once
+LINGER = 1.0  # seconds for which the body of a refused request is read
 TOKEN_HEADER = "x-sinklens-token"
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 POLICY = (
@@ -127,8 +132,7 @@ class Guard:
             return self.accepts(query["key"][0], self.key)
         if (header := _one(given, TOKEN_HEADER)) is not None:
             return self.accepts(header)
-        cookies = cookie_parser("; ".join(given.getlist("cookie")))
-        return self.accepts(cookies.get(self.cookie, ""), self.session)
+        return any(self.accepts(value, self.session) for value in _values(given, self.cookie))
 
     def accepts(self, offered: str, expected: str | None = None) -> bool:
         """Whether `offered` is the token, or `expected`, compared in constant time."""
@@ -164,7 +168,7 @@ class Guarded:
     """An ASGI application behind a `Guard`."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
-        self._app, self._guard = app, guard
+        self._app, self._guard, self._under_way = app, guard, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request that passes, and refuse any other."""
@@ -175,13 +179,43 @@ class Guarded:
             await send({"type": "websocket.close", "code": 1008})
             return
         sender = _with_headers(send, self._guard.headers())
+        self._under_way += 1
         try:
+            require(self._under_way <= MOST_REQUESTS, f"{MOST_REQUESTS} requests are under way; try again.", 503)
             self._guard.check(scope)
             _check_length(Headers(scope=scope))
-        except Refused as refusal:  # the connection is closed, so that the body is not read
-            await JSONResponse(refusal.body, refusal.status, {"Connection": "close"})(scope, receive, sender)
-            return
-        await self._app(scope, receive, sender)
+        except Refused as refusal:
+            headers = {"Connection": "close"} | ({"Retry-After": "1"} if refusal.status == 503 else {})
+            await JSONResponse(refusal.body, refusal.status, headers)(scope, receive, _lingering(sender, receive))
+        else:
+            await self._app(scope, receive, sender)
+        finally:
+            self._under_way -= 1
+
+
+def _values(given: Headers, name: str) -> list[str]:
+    """The values of a cookie; those of other programs, which may follow no syntax, are not read."""
+    pairs = (part.partition("=") for line in given.getlist("cookie") for part in line.split(";"))
+    return [value.strip() for key, _, value in pairs if key.strip() == name]
+
+
+def _lingering(send: Send, receive: Receive) -> Send:
+    """`send` that reads what the client still sends before the end of the response.
+
+    The connection of a refused request is closed. Closed with unread data it would be reset, and the answer be lost.
+    """
+
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send(message | {"more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER):
+                    while (await receive()).get("more_body"):
+                        pass
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    return sender
 
 
 def _check_length(given: Headers) -> None:

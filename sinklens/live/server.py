@@ -30,6 +30,7 @@ EXTRA = (
     'pip install "sinklens[lab]" (or pip install starlette uvicorn).'
 )
 GRACE = 2  # seconds that open connections get when the lab closes
+IDLE = 30  # seconds that a connection stays open for its next request; clients close theirs earlier
 
 
 def require_extra() -> None:
@@ -97,8 +98,8 @@ class Lab:
         import uvicorn
 
         from sinklens.live.app import build_app
-        from sinklens.live.connections import MOST, Connection
-        from sinklens.live.security import Guard
+        from sinklens.live.connections import Connection
+        from sinklens.live.security import MOST_HEAD, Guard
         from sinklens.live.session import Session
 
         port = listener.getsockname()[1]
@@ -110,7 +111,7 @@ class Lab:
         config = uvicorn.Config(
             build_app(self._session, self._guard), log_level="warning", access_log=False, lifespan="off",
             server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=GRACE,
-            limit_concurrency=MOST, proxy_headers=False, http=Connection,
+            timeout_keep_alive=IDLE, h11_max_incomplete_event_size=MOST_HEAD, proxy_headers=False, http=Connection,
         )  # fmt: skip
 
         class Server(uvicorn.Server):

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from lab_client import Client
 
 from sinklens.errors import SinklensError
-from sinklens.live import app, connections
+from sinklens.live import app, connections, security
 from sinklens.live.addresses import is_local
 from sinklens.live.chips import MOST_CHIPS
 from sinklens.live.security import MOST_BYTES, Guard
@@ -211,7 +212,7 @@ BODIES = {  # name: (body, status, text)
         "ablate_head.by must be one of zero, mean; got 'eval'",
     ),
     "an unknown setting": (RUN | {"settings": {"stpes": 3}}, 422, "stpes is not a setting of the llada sampler"),
-    "no room": (RUN | {"settings": {"gen_length": 10_000}}, 422, "and gen_length 10000 need"),
+    "no room": (RUN | {"settings": {"gen_length": 10_000}}, 422, "and gen_length is 10000"),
     "another sampler": (RUN | {"sampler": "autoregressive"}, 422, "the autoregressive sampler fits causal or per-pass"),
     "a missing template": (RUN | {"chat_template": True}, 422, "the tokenizer of tiny-llada has no chat template"),
     "an unknown policy": (RUN | {"cache": "duel"}, 400, "no cache policy is called 'duel'"),
@@ -273,6 +274,7 @@ def test_the_cookie_is_not_the_token(entered, lab):
 def test_silent_connections_shut_nobody_out_and_are_closed(client, lab, monkeypatch):
     """Twice as many as the lab takes: some send nothing, some a byte of a head at a time."""
     monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    monkeypatch.setattr(connections, "MOST", 128)
     silent = [socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) for _ in range(2 * connections.MOST)]
     for one in silent[::2]:
         with suppress(OSError):  # displaced by a later one
@@ -289,6 +291,77 @@ def test_silent_connections_shut_nobody_out_and_are_closed(client, lab, monkeypa
     assert silent[-1].recv(1) == b""
     for one in silent:
         one.close()
+
+
+def answered(plain: socket.socket) -> tuple[int, dict[str, str], str]:
+    """The answer on a connection that is then closed: status, headers, body."""
+    answer = b""
+    while part := plain.recv(65_536):
+        answer += part
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def sent(lab, method: str, path: str, *headers: str) -> bytes:
+    """The head of a request."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{lab._guard.port}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def test_of_many_clients_at_once_each_gets_an_answer(lab, monkeypatch):
+    """More connections than the lab keeps, and more requests than it serves at once; each body comes after its head."""
+    monkeypatch.setattr(connections, "MOST", 40)
+    monkeypatch.setattr(security, "MOST_REQUESTS", 150)
+    clients = [socket.create_connection(("127.0.0.1", lab._guard.port), timeout=60) for _ in range(200)]
+    fields = ("Content-Type: application/json", "Content-Length: 100000", f"X-Sinklens-Token: {lab.url[-43:]}")
+    head, body = sent(lab, "POST", "/api/runs", *fields), b'{"prompt": 3}' + b" " * 99_987
+    for one in clients:
+        one.sendall(head)
+    time.sleep(0.5)
+    for one in clients:
+        one.sendall(body)
+    found = [answered(one) for one in clients]
+    for one in clients:
+        one.close()
+    counts = Counter((status, headers.get("retry-after")) for status, headers, _ in found)
+    assert set(counts) == {(400, None), (503, "1")}
+    assert 50 <= counts[503, "1"] < 90  # tabs of other tests may still follow the events
+    texts = {json.loads(text)["error"] for _, _, text in found}
+    assert texts == {"prompt must be text; got int.", "150 requests are under way; try again."}
+
+
+OVERSIZED = {"without a token": ("", 900_000, 403), "too large": ("X-Sinklens-Token: {token}", 2_000_000, 413)}
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_a_refused_request_that_is_sent_completely_gets_its_answer(lab, name):
+    header, size, status = OVERSIZED[name]
+    fields = (header.replace("{token}", lab.url[-43:]) or "A: b", f"Content-Length: {size}", f"Origin: {origin(lab)}")
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) as plain:
+            plain.sendall(sent(lab, "POST", "/api/runs", *fields) + b" " * size)
+            assert answered(plain)[0] == status
+
+
+COOKIES = (
+    'prefs={"a": 1}; ', "x=a b; ", 'x="a; ', "=; ", "; ;; ", "x; ", "a=\xff\xfe; ", "a=\x7f\t; ", 'x="\\0; ',
+    "$Version=1; ", "{name}; ", "{name}=; ", "{name}=other; ", "{name}2=other; ", f"x={'a' * 100_000}; ", "a=1, ",
+    "x[y]=(z)<w>@?/; ",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("others", COOKIES, ids=range(len(COOKIES)))
+def test_cookies_of_other_programs_are_ignored(lab, others):
+    guard, fields = lab._guard, []
+    own, others = f"{guard.cookie}={guard.session}", others.replace("{name}", guard.cookie)
+    if not others.endswith(", "):
+        fields.append(f"Cookie: {others}{own}")
+    fields += [f"Cookie: {own}; {others.rstrip('; ')}", f"Cookie: {others.rstrip('; ')}\r\nCookie: {own}"]
+    for field in fields:
+        with socket.create_connection(("127.0.0.1", guard.port), timeout=30) as plain:
+            plain.sendall(sent(lab, "GET", "/api/session", field))
+            assert answered(plain)[0] == 200, field
 
 
 def test_a_refused_request_closes_its_connection_without_its_body(lab):
