@@ -287,7 +287,7 @@ OUTS = {
 def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_path, monkeypatch):
     """With a stand-in for the model, which fails when it is reached."""
     monkeypatch.chdir(tmp_path)
-    for place in ("sinklens.evaluation.runner.load", "sinklens.model.load"):
+    for place in ("sinklens.evaluation.units.load", "sinklens.model.load"):
         monkeypatch.setattr(place, lambda *given, **more: pytest.fail("the run began"))
     Path("file").write_text("")
     Path("another").mkdir()
