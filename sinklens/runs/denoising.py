@@ -3,8 +3,8 @@
 `Denoising` takes a request (request.py), builds the initial state (start.py), binds hooks and interventions, runs the
 steps and records them. Hooks are attached to the model only while the run lasts.
 
-Pitfall: two simultaneous runs of one model would fire each other's hooks; `tracing` rejects a run inside a trace block
-of the same model.
+Pitfall: hooks belong to the model, so a run holds the model's turn (hooks/turn.py) while it lasts: a run in another
+thread waits for it, and one inside a trace block of the same model is refused.
 """
 
 import json
