@@ -207,7 +207,8 @@ def test_a_mode_is_chosen_by_name(tmp_path, capsys):
 
 
 @pytest.mark.extended
-def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path, number):
     """A real process, interrupted while it runs."""
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -221,7 +222,7 @@ def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors.decode()[-500:]
     assert b"interrupted" in errors

@@ -217,13 +217,37 @@ def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
     changed.close()
 
 
-def started(keep: Path) -> tuple[subprocess.Popen, str]:
+def started(keep: Path | None, **environment: str) -> tuple[subprocess.Popen, str]:
     """A lab in another process, and its link."""
-    command = [sys.executable, "-m", "sinklens.cli", "lab", "tiny-llada", "--no-browser", "--keep", str(keep)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "sinklens.cli", "lab", "tiny-llada", "--no-browser"]
+    command += [] if keep is None else ["--keep", str(keep)]
+    given = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=given)
     assert process.stdout is not None
     link = next(line.strip() for line in process.stdout if line.startswith("  http"))
     return process, link
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_lab_that_a_signal_ends_leaves_no_file(tmp_path, name, running):
+    """While it waits, and in the middle of a run; the terminal and its shell may both send one."""
+    process, link = started(None, TMPDIR=str(tmp_path))
+    try:
+        client = Client(link).follow()
+        client.run(prompt=PROMPT, settings={"gen_length": 4})
+        if running:
+            run = client.submit(prompt="Question: 1", settings={"gen_length": 100})
+            client.wait(lambda event: event.kind == "step" and event.data["run"] == run)
+        assert [any(folder.iterdir()) for folder in tmp_path.glob("sinklens-lab-*")] == [True, True]
+        for _ in range(1 if name == "SIGINT" else 3):
+            process.send_signal(signal.Signals[name])
+        assert process.wait(30) == 0
+        assert "The lab is closed." in process.stdout.read()
+    finally:
+        process.kill()
+    assert list(tmp_path.glob("sinklens-*")) == []
 
 
 @pytest.mark.extended
