@@ -22,6 +22,7 @@ import importlib
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, TracebackType
@@ -72,6 +73,7 @@ from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
 from nnsight.tracing.tracer import Tracer, push_result  # noqa: E402
 from nnsight.tracing.util import Scope, push  # noqa: E402
 
+_PARSING = threading.RLock()
 _CHECKED: dict[str, tuple[int, int]] = {}
 """Time of change and size of each file when its text was last that of nnsight's `SOURCES`."""
 
@@ -208,7 +210,16 @@ def _contains(source: str, code: CodeType) -> bool:
     return code in parts
 
 
-class _CheckedTracer(InterleavingTracer):
+class _ParsedAlone(Tracer):
+    """A tracer that parses source while no other thread does: CPython 3.11 counts the depth of all threads together."""
+
+    def parse(self, source: str, lineno: int) -> Any:
+        """The node of the block at a line."""
+        with _PARSING:
+            return super().parse(source, lineno)
+
+
+class _CheckedTracer(_ParsedAlone, InterleavingTracer):
     """nnsight's tracer, with current source and a ``cache(modules=)`` that refuses unknown paths.
 
     nnsight's reads the source of a file once, and its ``cache`` silently records nothing at unknown paths.
@@ -398,7 +409,7 @@ class BlockTracer(_CheckedTracer):
         push(frame, mediator.lcls.writes())
 
 
-class RepeatedBlock(Tracer):
+class RepeatedBlock(_ParsedAlone):
     """A block inside a trace block, ``with t.iter[2:5]:``, that runs once for each item of its iteration."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -442,7 +453,8 @@ def opens_block(method: str) -> bool:
     """Whether the user's line is ``with ….method(…)``, rather than a plain call of `method`."""
     frame = calling_frame()
     try:
-        tree = ast.parse(InterleavingTracer.source(frame.f_code.co_filename))
+        with _PARSING:
+            tree = ast.parse(InterleavingTracer.source(frame.f_code.co_filename))
     except SyntaxError:
         return False
     blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With | ast.AsyncWith))

@@ -100,12 +100,13 @@ class RunOutcome:
             self.unmask_step[None],
             dict(self.attrs),
         )
+        data = found.data.assign(final_id=(("batch", "pos"), self.canvas[None, -1].astype(np.int64)))
         if not self.kinds:
-            return found
+            return SinkTrack(data)
         modes = [-1 if kind.mode is None else MODES.index(kind.mode) for kind in self.kinds]
         starts = [-1 if kind.block is None else kind.block.start for kind in self.kinds]
         values = {"mode": np.array([modes], dtype=np.int8), "block_start": np.array([starts], dtype=np.int32)}
-        return SinkTrack(found.data.assign({name: (("batch", "step"), value) for name, value in values.items()}))
+        return SinkTrack(data.assign({name: (("batch", "step"), value) for name, value in values.items()}))
 
     def generation(self, model: "Model", cache: str | None) -> Generation:
         """The run as `sinklens.generate` returned it under the cache policy of this name."""

@@ -41,7 +41,8 @@ class Activations(Reader):
         from sinklens.hooks.spellings import HookCache
 
         in_step = self.step_test(run)
-        self.caches = caches = {}  # a new one: the old one may be the source of a patch in this run
+        caches: dict[int, HookCache] = {}  # a new one: the old one may be the source of a patch in this run
+        self.caches = caches
 
         def keep(value: Tensor, hook: Point) -> None:
             if not in_step(hook.step):

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -334,7 +334,7 @@ class PolicyCache(KeyCache):
         self._computed.masked_fill_(self.fresh, self._step)
         return hidden
 
-    def see(self, what: Literal["scores", "queries"], layer: int, value: Float[Tensor, "batch *shape"]) -> None:
+    def see(self, what: str, layer: int, value: Float[Tensor, "batch *shape"]) -> None:
         """Keep the sink scores of a layer in the current step, or the mean of the block's rotated queries."""
         if what == "queries":
             columns = slice(max(0, self.block.start - self.window.start), self.block.stop - self.window.start)

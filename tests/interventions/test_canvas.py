@@ -185,7 +185,7 @@ def test_an_extra_token_takes_one_position_of_the_context():
     model, settings = shared_model(), {"gen_length": 4, "steps": 2, "block_length": 4}
     full = [int(token) for token in random_ids(1, 60)[0]]  # of 64
     assert sinklens.generate(model, full, **settings).tokens.shape == (1, 64)
-    message = "a prompt of 61 tokens, 1 of them added to it, and gen_length 4 need 65 positions; .* has 64"
+    message = "has 64 positions, and a pass would need 65, .* has 61 tokens, 1 of them added to it, and gen_length is 4"
     with pytest.raises(PromptError, match=message):
         sinklens.generate(model, full, hooks=[SinkToken(token=9)], **settings)
     assert sinklens.generate(model, full[1:], hooks=[SinkToken(token=9)], **settings).tokens.shape == (1, 64)
