@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from sinklens.families.base import QWEN_REQUIRED, ROTATION, VERIFIED, Family
+from sinklens.families.base import QWEN_REQUIRED, ROTATION, THETA, VERIFIED, Family
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import Blockwise, Passes
@@ -123,6 +123,7 @@ FAMILIES = (
         sampler="llada",
         verified="architecture equals transformers' Llama without the causal mask; no reference outputs compared",
         required=ROTATION,
+        needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DLlamaLMHeadModel",),
     ),
@@ -133,7 +134,9 @@ FAMILIES = (
         sampler="bd3lm",
         verified="architecture equals transformers' Llama with the block-causal mask; no reference outputs compared",
         required={**ROTATION, "rope_scaling": (None,)},
+        needed=THETA,
         block_causal=True,
+        block_length_key="block_size",
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DLlamaLMHeadModel",),
@@ -145,6 +148,7 @@ FAMILIES = (
         sampler="llada",
         verified="architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
         required={**ROTATION, "use_sliding_window": (False,)},
+        needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DQwen2LMHeadModel",),
     ),
@@ -155,7 +159,9 @@ FAMILIES = (
         sampler="bd3lm",
         verified="architecture equals transformers' Qwen2 with the block-causal mask; no reference outputs compared",
         required=QWEN_REQUIRED,
+        needed=THETA,
         block_causal=True,
+        block_length_key="block_size",
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DQwen2LMHeadModel",),
@@ -167,6 +173,7 @@ FAMILIES = (
         sampler="llada",
         verified="architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
         required={**ROTATION, "use_sliding_window": (False,)},
+        needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DQwen3LMHeadModel",),
     ),
@@ -177,7 +184,9 @@ FAMILIES = (
         sampler="bd3lm",
         verified=VERIFIED,
         required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        needed=THETA,
         block_causal=True,
+        block_length_key="block_size",
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DQwen3LMHeadModel",),

@@ -23,11 +23,7 @@ from sinklens.sampling import decisions
 from sinklens.sampling.parts import Truncated
 from sinklens.sampling.state import State
 
-GPT2_RENAMES = {
-    r"^embed_tokens\.": "transformer.wte.",
-    r"^denoise_model\.": "transformer.",
-    r"^(wte|wpe|h|ln_f)\.": r"transformer.\1.",
-}
+GPT2_RENAMES = {r"^(wte|wpe|h|ln_f)\.": r"transformer.\1."}
 GPT2_IGNORED = r"\.attn\.(masked_)?bias$"
 
 
@@ -163,6 +159,7 @@ FAMILIES = (
         required={"add_cross_attention": (False,)},
         renames=GPT2_RENAMES,
         ignored=GPT2_IGNORED,
+        foreign=r"(denoise_model|embed_tokens)\.",
         own_classes=("GPT2LMHeadModel",),
     ),
 )

@@ -17,8 +17,10 @@ from sinklens.hooks.attention.blocks import Start
 from sinklens.hooks.attention.normalizers import CONFIG_KEY
 
 Required = Mapping[str, tuple[str | int | list[int] | None, ...]]
+"""Keys that a published class of the family reads, and the values at which it computes the same as our class."""
 VERIFIED = "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run"
 VERIFIED_WITH_ROUTING = VERIFIED.replace("patterns", "patterns, routing")
+THETA = ("rope_theta",)
 ROTATION: Required = {"partial_rotary_factor": (1, None)}
 QWEN_REQUIRED: Required = {
     **ROTATION,
@@ -57,12 +59,15 @@ class Family:
         shift: whether the logits at position i predict the token at i + 1.
         convert: makes transformers' settings of the parsed config.json, with `defaults` filled in; None if config.json
             already uses transformers' keys, which are kept. A key that it does not read is dropped.
-        needed: keys that config.json must have for `convert`; of ``"a or b"``, one.
+        needed: keys that config.json must have, of ``"a or b"`` one: those that `convert` reads, and those that every
+            published checkpoint has, with another value than the default of the published class.
         fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
             the module that owns them.
         ignored: regular expression of stored names that are recomputed, such as rotary tables; they are not loaded.
-        required: config key -> values that can be expressed; a missing key is accepted, unless `defaults` has it. A dot
-            leads into a part of the config, as in ``text_config.use_bidirectional_attention``.
+        foreign: regular expression of beginnings of stored names that belong to another family, and are refused.
+        required: config key that a published class reads -> values that can be expressed; a missing key is accepted,
+            unless `defaults` has it. A dot leads into a part of the config, as in
+            ``text_config.use_bidirectional_attention``.
         defaults: config key -> the value that the published code uses if config.json lacks the key.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
@@ -112,6 +117,7 @@ class Family:
     needed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: str = ""
+    foreign: str = ""
     mask_is_last: bool = False
     model_class: str = "AutoModelForCausalLM"
     module: str = ""

@@ -38,7 +38,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError
-from sinklens.families.modulated import DIT, DIT_NEEDED
+from sinklens.families.modulated import DIT, DIT_NEEDED, DIT_REQUIRED
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
@@ -237,7 +237,8 @@ FAMILIES = (
         model_types=("bd3lm",),
         sampler="bd3lm-owt",
         needed=(*DIT_NEEDED, "time_conditioning"),
-        required={"adaln": (True,), "cross_attn": (True,), "causal": (False,)},
+        foreign=r"(?!backbone\.|sampling_eps_)",
+        required={**DIT_REQUIRED, "cross_attn": (True,)},
         mask_is_last=True,
         block_causal=True,
         block_length_key="block_size",

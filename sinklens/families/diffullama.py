@@ -116,7 +116,7 @@ FAMILIES = (
         "built, not run",
         shift=True,
         required={"add_cross_attention": (False,)},
-        renames=GPT2_RENAMES,
+        renames={r"^embed_tokens\.": "transformer.wte.", r"^denoise_model\.": "transformer.", **GPT2_RENAMES},
         ignored=GPT2_IGNORED,
         rows_of="transformer.wte.weight",
         drawn=True,

@@ -83,6 +83,8 @@ class DitConfig(PreTrainedConfig):
         Raises:
             ValueError: it does not.
         """
+        if not 0 <= (self.p_uniform or 0) < 1 or not 0 <= (self.t_eps or 0) < 0.5:
+            raise ValueError(f"p_uniform = {self.p_uniform} and t_eps = {self.t_eps} must be shares, t_eps below 0.5")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"the width {self.hidden_size} does not divide into {self.num_attention_heads} heads of an even width"

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.families.base import QWEN_REQUIRED, VERIFIED, Family
+from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, EqualBlocks, StopAtEnd, check_threshold, divisors
 from sinklens.sampling.sampler import require
@@ -196,6 +196,7 @@ FAMILIES = (
         verified=VERIFIED,
         shift=True,
         required=QWEN_REQUIRED,
+        needed=THETA,
         mask_token_id=151666,
         own_classes=("DreamModel",),
     ),

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.families.modulated import DIT, DIT_NEEDED
+from sinklens.families.modulated import DIT, DIT_NEEDED, DIT_REQUIRED
 from sinklens.sampling.psi import PsiSampler, answer
 from sinklens.sampling.random_canvas import RandomCanvas
 from sinklens.sampling.state import State
@@ -79,7 +79,7 @@ FAMILIES = (
         model_types=("duo",),
         sampler="duo",
         needed=DIT_NEEDED,
-        required={"causal": (False,)},
+        required={**DIT_REQUIRED, "time_conditioning": (True,)},
         masked=False,
         own_classes=("DUO",),
     ),

@@ -27,7 +27,7 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.families.base import QWEN_REQUIRED, VERIFIED, Family
+from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, Keys, Policy
@@ -165,6 +165,7 @@ FAMILIES = (
         verified=VERIFIED,
         shift=True,
         required=QWEN_REQUIRED,
+        needed=THETA,
         mask_token_id=151665,
         block_causal=True,
         block_length_key="bd_size",

@@ -259,6 +259,7 @@ FAMILIES = (
             "p_uniform",
             "t_eps",
         ),
+        foreign=r"backbone\.|rotary_emb\.inv_freq$",
         own_classes=("DIT",),
     ),
 )

@@ -51,7 +51,8 @@ LLADA_REQUIRED: Required = {
     "include_bias": (False,),
     "include_qkv_bias": (False, None),
     "bias_for_layer_norm": (False, None),
-    "multi_query_attention": (None, False),
+    "multi_query_attention": (None,),
+    "rope_full_precision": (True,),
     "scale_logits": (False,),
     "clip_qkv": (None,),
     "rope_scaling": (None,),
@@ -63,6 +64,7 @@ LLADA_DEFAULTS: dict[str, str | int | float | bool] = {
     "layer_norm_type": "default",
     "weight_tying": True,
 }
+LLADA_FOREIGN = r"model\.(embed_tokens|layers|norm)\.|lm_head\."
 LLADA_RENAMES = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
     r"^model\.transformer\.ln_f\.": "model.norm.",
@@ -178,6 +180,7 @@ def llada(config: dict[str, Any]) -> dict[str, Any]:
     return {
         **kept(config),
         **settings,
+        "hidden_act": "silu",
         "rope_parameters": rotation(config),
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
     }
@@ -217,6 +220,7 @@ FAMILIES = (
         needed=NEEDED,
         required=LLADA_REQUIRED,
         renames=LLADA_RENAMES,
+        foreign=LLADA_FOREIGN,
         mask_token_id=126336,
         eot_token_id=126348,
         own_classes=("LLaDAModelLM",),
@@ -232,6 +236,7 @@ FAMILIES = (
         needed=NEEDED,
         required=LLADA_REQUIRED,
         renames=LLADA_RENAMES,
+        foreign=LLADA_FOREIGN,
         mask_token_id=126336,
         eot_token_id=126348,
         own_classes=("MMadaModelLM",),
@@ -253,7 +258,12 @@ FAMILIES = (
             "qk_layernorm": (True,),
             "attention_bias": (False,),
             "use_sliding_window": (False,),
+            "moe_router_score_function": ("softmax", None),
+            "routed_scaling_factor": (1, None),
+            "router_num_group": (None,),
+            "router_topk_group": (None,),
         },
+        defaults={"qk_layernorm": False},
         mask_token_id=156895,
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         own_classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),

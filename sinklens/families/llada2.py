@@ -199,13 +199,15 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
     same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
     same += ["n_group", "topk_group", "routed_scaling_factor"]
     share = config["partial_rotary_factor"]
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor = {share} must be a share of the head")
     return {
         **kept(config),
         **{key: config[key] for key in same},
         "n_routed_experts": config["num_experts"],
         "n_shared_experts": config["num_shared_experts"],
         "attention_bias": config.get("use_qkv_bias", False),
-        "norm_topk_prob": True,
+        "norm_topk_prob": config["num_experts_per_tok"] != 1,  # the weight of a single expert is not divided by itself
         "use_qk_norm": True,
         "num_mtp_layers": 0,
         "rope_parameters": rotation(config) | {"partial_rotary_factor": share},
@@ -229,6 +231,13 @@ FAMILIES = (
             "use_qk_norm": (True,),
             "use_sliding_window": (False,),
             "using_split_qkv_in_self_attention": (False,),
+            "norm_topk_prob": (True,),
+            "score_function": ("sigmoid",),
+            "moe_router_enable_expert_bias": (True,),
+            "norm_head": (False,),
+            "norm_softmax": (False,),
+            "use_rmsnorm": (True,),
+            "router_dtype": ("fp32",),
         },
         renames={
             r"^model\.word_embeddings\.": "model.embed_tokens.",
@@ -238,9 +247,11 @@ FAMILIES = (
             r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
             r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
         },
+        foreign=r"model\.(embed_tokens|layers\.\d+\.self_attn)\.",
         mask_token_id=156895,
         block_causal=True,
         block_length=32,
+        block_length_key="block_size",
         convert=converted,
         needed=(
             "hidden_size",
@@ -264,7 +275,7 @@ FAMILIES = (
         ),
         fused={"query_key_value.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
         own_classes=("LLaDA2MoeModelLM",),
-        defaults={"partial_rotary_factor": 0.5},
+        defaults={"partial_rotary_factor": 0.5, "use_bias": True},
     ),
 )
 SAMPLERS = (

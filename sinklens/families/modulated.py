@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from sinklens.families.base import Family
+from sinklens.families.base import Family, Required
 
 DIT_NEEDED = ("vocab_size", "model_length", "hidden_dim", "cond_dim", "n_blocks", "n_heads")
 DIT_IGNORED = r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|sampling_eps_(min|max))$"
+DIT_REQUIRED: Required = {"causal": (False,), "adaln": (True,), "rope_theta": (10000,)}
 DIT_ROTATION: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
@@ -49,6 +50,8 @@ DIT = Family(
         r"^output_layer\.linear\.": "lm_head.",
     },
     ignored=DIT_IGNORED,
+    foreign=r"(?!backbone\.)|backbone\.rotary_emb\.(cos|sin)_cached$",
+    required=DIT_REQUIRED,
     fused={"attn_qkv.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
     module="sinklens.families.dit",
     drawn=True,

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.families.base import QWEN_REQUIRED, VERIFIED, Family
+from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, Proposals
 from sinklens.sampling.sampler import require
@@ -111,6 +111,7 @@ FAMILIES = (
         verified=VERIFIED,
         shift=True,
         required=QWEN_REQUIRED,
+        needed=THETA,
         dropped=("trust_remote_code",),
     ),
 )

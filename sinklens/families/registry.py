@@ -27,6 +27,8 @@ from sinklens.hooks.attention.blocks import Blocks, check_length
 from sinklens.sampling.sampler import Sampler
 
 GROUP = "sinklens.families"
+DIFFUSION_KEYS = ("mask_token_id", "canvas_length", "dlm_paradigm", "dlm_type", "num_diffusion_steps")
+"""Keys of config.json that only diffusion models have, besides those of `Family.block_length_key`."""
 MODULES = (  # a family is its own file, and its line here
     "llada",
     "dream",
@@ -336,7 +338,7 @@ def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
     code = {str(name) for key, name in entries.items() if key.startswith(("AutoConfig", "AutoModel"))}
     if code:
         signs.append(f"auto_map names code of its own ({', '.join(sorted(code))})")
-    keys = {"mask_token_id", *(one.block_length_key for one in FAMILIES.values() if one.block_length_key)}
+    keys = {*DIFFUSION_KEYS, *(one.block_length_key for one in FAMILIES.values() if one.block_length_key)}
     if family.causal and config.get("is_causal") is not True:
         signs += [f"it has {key}, which causal models lack" for key in sorted(keys) if config.get(key) is not None]
     return signs

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.families.base import QWEN_REQUIRED, VERIFIED, VERIFIED_WITH_ROUTING, Family
+from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, VERIFIED_WITH_ROUTING, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
 from sinklens.sampling.parts import Proposals, Truncated
@@ -105,6 +105,7 @@ FAMILIES = (
         sampler="sdar",
         verified=VERIFIED,
         required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        needed=THETA,
         mask_token_id=151669,
         block_causal=True,
         block_length_key="block_size",
@@ -118,8 +119,10 @@ FAMILIES = (
         sampler="sdar",
         verified=VERIFIED_WITH_ROUTING,
         required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        needed=THETA,
         block_causal=True,
         block_length=4,
+        block_length_key="block_size",
         own_classes=("SDARMoeForCausalLM",),
     ),
 )

@@ -71,7 +71,10 @@ FAMILIES = (
         bound="score entropy",
         sampler="sedd",
         convert=converted,
+        foreign=r"backbone\.|rotary_emb\.(cos|sin)_cached$",
         needed=(
+            "graph.type",
+            "noise.type",
             "tokens",
             "model.hidden_size",
             "model.cond_dim",

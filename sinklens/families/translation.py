@@ -5,6 +5,7 @@ names it. Keys that neither the record nor transformers knows (training settings
 forward pass and are dropped.
 """
 
+import math
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,18 @@ from sinklens.hooks.attention import normalizers as weighing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+POSITIVE = {"rope_theta": 500000.0, "rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-5}
+"""Keys that must be numbers above 0, and an example of each."""
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group",
+    "topk_group", "d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "max_sequence_length",
+    "embedding_size", "expert_intermediate_size", "dense_intermediate_size", "hidden_dim", "cond_dim", "n_blocks",
+    "model_length", "timestep_cond_dim", "max_seq_len", "n_embd", "n_layer", "n_head", "n_positions", "n_inner",
+    "tokens", "model.hidden_size", "model.cond_dim", "model.n_blocks", "model.n_heads", "model.length",
+)  # fmt: skip
+"""Keys that must be whole numbers above 0, or null."""
 
 
 def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
@@ -44,6 +57,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     made.is_causal = None if family.class_attention else family.causal
     _check_defaults(config, made, family, where)
     _check_layers(made, family, where)
+    _check_experts(made, where)
     return made
 
 
@@ -111,6 +125,20 @@ def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
         )
 
 
+def _check_experts(made: "PreTrainedConfig", where: str) -> None:
+    """Check that a token can be given to as many experts as the config says, of as many groups."""
+    chosen, experts = getattr(made, "num_experts_per_tok", None), getattr(made, "num_local_experts", None)
+    groups = getattr(made, "n_group", None) or 1
+    allowed = getattr(made, "topk_group", None) or 1
+    if chosen is None or experts is None:
+        return
+    if experts % groups or allowed > groups or chosen > allowed * (experts // groups):
+        raise CheckpointError(
+            f"{where}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
+            f"{allowed} of n_group = {groups} groups, which is impossible."
+        )
+
+
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:
     """Check that the family and the hook points can express a config.
 
@@ -136,18 +164,23 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
 
 def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """The arguments of the transformers config."""
-    if family.convert is None:
-        dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
-        return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
     missing = [keys for keys in family.needed if all(value_at(config, key) is None for key in keys.split(" or "))]
     if missing:
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
-    theta = config.get("rope_theta", 1.0)
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise CheckpointError(
-            f"{where}: config.json has rope_theta = {theta!r}; it must be a number above 0, such as 500000.0."
-        )
-    return family.convert(config)
+    for key, usual in POSITIVE.items():
+        number = config.get(key, usual)
+        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
+            raise CheckpointError(
+                f"{where}: config.json has {key} = {number!r}; it must be a number above 0, such as {usual}."
+            )
+    for key in COUNTS:
+        count = value_at(config, key)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise CheckpointError(f"{where}: config.json has {key} = {count!r}; it must be a whole number above 0.")
+    if family.convert is not None:
+        return family.convert(config)
+    dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "return_dict")
+    return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
 
 
 def has_key(config: Any, key: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sinklens.errors import CheckpointError, nearest
-from sinklens.families import Family
+from sinklens.families import FAMILIES, Family
 
 SHIPPED_FOLDER = "shipped"
 REPOSITORY = Path(__file__).resolve().parents[2] / "models"
@@ -177,6 +177,7 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
+                _check_names(list(opened.keys()), family, file)
                 for stored in opened.keys():  # noqa: SIM118 — safe_open is not a mapping
                     if family.ignored and re.search(family.ignored, stored):
                         continue
@@ -193,6 +194,25 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     if main not in DTYPES:
         raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
     return Weights(shapes, DTYPES[main], original)
+
+
+def _check_names(stored: list[str], family: Family, file: Path) -> None:
+    """Check that no weight is named as only another family names it."""
+    foreign = [name for name in stored if family.foreign and re.match(family.foreign, name)]
+    if not foreign:
+        return
+    fitting = [
+        one.name
+        for one in FAMILIES.values()
+        if one.architecture == family.architecture
+        and all(rename(name, one.renames) != name for name in foreign)
+        and not any(one.foreign and re.match(one.foreign, name) for name in stored)
+    ]
+    hint = f" If it is one of {' or '.join(fitting)}, pass family=." if fitting else ""
+    raise CheckpointError(
+        f"{file}: {len(foreign)} weights ({', '.join(foreign[:3])}) are named as in another family than "
+        f"{family.name}, so its model may differ.{hint}"
+    )
 
 
 def rename(stored: str, renames: Mapping[str, str]) -> str:

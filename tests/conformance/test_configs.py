@@ -193,10 +193,17 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("mdlm", {"cond_dim": None}, {}, "lacks cond_dim, which the mdlm family needs"),
     ("mdlm", {"time_conditioning": None}, {}, "lacks time_conditioning, which the mdlm family needs"),
     ("duo", {"causal": True}, {}, "has causal = True; the duo family can express only False"),
+    ("duo", {"time_conditioning": False}, {}, "has time_conditioning = False; the duo family can express only True"),
+    ("mdlm", {"causal": True}, {}, "has causal = True; the mdlm family can express only False"),
+    ("mdlm", {"adaln": False}, {}, "has adaln = False; the mdlm family can express only True"),
+    ("gidd", {"rope_theta": 5.0}, {}, "has rope_theta = 5.0; the gidd family can express only 10000"),
+    ("gidd", {"p_uniform": 1.5}, {}, "p_uniform = 1.5 and t_eps = .* must be shares"),
+    ("mdlm", {"n_heads": -3}, {}, "has n_heads = -3; it must be a whole number above 0"),
     ("bd3lm-owt", {"cross_attn": False}, {}, "has cross_attn = False; the bd3lm-owt family can express only True"),
     ("bd3lm-owt", {"block_size": None}, {}, "does not give the block length"),
     ("gidd", {"p_uniform": None}, {}, "lacks p_uniform, which the gidd family needs"),
     ("sedd", {"graph": {"type": "uniform"}}, {"family": "sedd"}, "graph.type = 'uniform'; the sedd family can express"),
+    ("sedd", {"graph": None}, {"family": "sedd"}, "lacks graph.type, which the sedd family needs"),
     ("sedd", {"model": {}}, {"family": "sedd"}, "lacks model.hidden_size, .*model.scale_by_sigma, which the sedd"),
     ("sedd", {}, {}, r"looks like SEDD.*pass family='sedd'"),
     ("bd3lm", {}, {}, r"model_type 'a2d-qwen3' does not say how the checkpoint was trained.* family='a2d-qwen3', "
@@ -205,15 +212,26 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("sdar", {}, {}, r"does not give the block length .* sinklens.load\(..., block_len"),
     ("open-dcoder", {}, {}, r"family=, .* says: (?=.*'open-dcoder' \(bidirectional, predicts the next position\))"
      r".*'qwen2' \(causal\)"),
+    ("open-dcoder", {"auto_map": None, "dlm_paradigm": "bidirectional"}, {}, "has dlm_paradigm, which causal models"),
+    ("diffugpt", {"mask_token_id": None}, {}, r"\(denoise_model\..* one of diffugpt, pass family="),
     ("diffugpt", {"mask_token_id": None}, {"family": "diffugpt"},
      r"no usable mask token \(found None, vocabulary 287\); pass mask_token_id="),
     ("sdar-moe", {"mask_token_id": None}, {}, r"no usable mask token \(found None, .*\); pass mask_token_id="),
     ("sdar-moe", {}, {"mask_token_id": 300}, r"no usable mask token \(found 300, vocabulary 300\)"),
     ("nemotron-diffusion", {"model_type": "nemotron_labs_diffusion_vlm", "architectures": None}, {}, "a vision tower"),
     ("nemotron-diffusion", {"dlm_paradigm": "block_diff"}, {}, "dlm_paradigm = 'block_diff'"),
+    ("nemotron-diffusion", {"dlm_type": "dream"}, {}, "dlm_type = 'dream'; .* can express only 'llada'"),
     ("nemotron-diffusion", {"attention_bias": True}, {}, "attention_bias = True"),
     ("nemotron-diffusion", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, {},
      "lacks rope_scaling.rope_type"),
+    ("mdlm", {"model_type": "dit", "architectures": None, "max_seq_len": 20, "hidden_size": 36, "timestep_cond_dim": 18,
+              "num_hidden_layers": 3, "num_attention_heads": 3, "p_uniform": 0.1, "t_eps": 1e-4}, {},
+     r"weights \(backbone\..*another family than gidd"),
+    ("gidd", {"model_type": "mdlm", "architectures": None}, {}, r"weights \(blocks\..*another family than mdlm"),
+    ("bd3lm-owt", {"model_type": "mdlm", "architectures": None}, {}, r"sampling_eps_max, .*another family than mdlm"),
+    ("sdar", {"model_type": "llada", "architectures": None, "auto_map": None}, {}, "another family than llada"),
+    ("rnd1", {"model_type": "nemotron_labs_diffusion", "architectures": None}, {}, "than nemotron-diffusion"),
+    ("sdar-moe", {"model_type": "llada2_moe", "architectures": None}, {}, "another family than llada2"),
     ("tiny-llama", {}, {"mask_token_id": 3}, "llama models have no mask token; leave mask_token_id= out"),
     ("tiny-llada", {}, {"block_length": 4}, "the llada family has bidirectional attention, which has no blocks"),
 ]  # fmt: skip
@@ -239,6 +257,7 @@ def test_what_the_config_leaves_open_the_caller_says(conformance, tmp_path):
     assert sinklens.load(change_config(moe, mask_token_id=None), mask_token_id=289).mask_token_id == 289
     with pytest.raises(SettingError, match="block_length must be an integer of at least 1 or None; got 0"):
         sinklens.load(sdar, block_length=0)
+    assert sinklens.load(change_config(moe, mask_token_id=289, block_size=8)).block_length == 8
     change_config(sdar, block_size=8)
     eight, four = sinklens.load(sdar), sinklens.load(sdar, block_length=4)
     assert (eight.block_length, four.block_length) == (8, 4)

@@ -182,8 +182,8 @@ FORMS = {
     "no rope_theta": Form(
         _without("rope_theta"),
         {
-            "": USUAL,  # 10000 is the default of the published classes, too
-            **dict.fromkeys(("llada", "mmada", "llada-moe", "llada2", "rnd1"), r"config\.json lacks rope_theta"),
+            "": r"config\.json lacks rope_theta",  # their checkpoints have another base than the published default
+            **dict.fromkeys((*ORDINARY, "diffullama"), USUAL),
         },
     ),
     "no rope": Form(
@@ -213,7 +213,7 @@ FORMS = {
     ),
     "no keys for biases": Form(
         _without("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "include_bias", "include_qkv_bias"),
-        {"": USUAL},
+        {"": USUAL, "llada2": r"has no use_bias, and its published code then uses True"},
     ),
     "no torch_dtype but dtype": Form(
         lambda config, weights: (config.pop("torch_dtype", None), config.update(dtype="bfloat16")), {"": USUAL}
@@ -270,6 +270,7 @@ FORMS = {
     "another class, and its family named": Form(
         lambda config, weights: config.update(architectures=["_A2DQwen3LMHeadModel"]), {"": USUAL}, True
     ),
+    "tuples instead of outputs": Form(_with(return_dict=False), {"": USUAL}),
     "no class": Form(
         _without("architectures"),
         {"": USUAL, "llada-moe": "config.json lacks d_model, .*which the llada family needs"},

@@ -27,6 +27,7 @@ LLADA: dict[str, Any] = {
     "include_qkv_bias": True,
     "bias_for_layer_norm": True,
     "multi_query_attention": True,
+    "rope_full_precision": False,
     "scale_logits": True,
     "clip_qkv": 8.0,
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -42,11 +43,22 @@ LLADA_MOE = DREAM | {
     "clip_qkv": 8.0,
     "qk_layernorm": False,
     "attention_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "router_num_group": 2,
+    "router_topk_group": 1,
 }
 LLADA2 = {key: value for key, value in DREAM.items() if key not in ROTATION} | {
     "use_bias": True,
     "use_qk_norm": False,
     "using_split_qkv_in_self_attention": True,
+    "norm_topk_prob": False,
+    "score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "norm_head": True,
+    "norm_softmax": True,
+    "use_rmsnorm": False,
+    "router_dtype": "bf16",
 }
 RND1 = BIASED | {"sliding_window": 4096, "is_causal": True, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
 UNSUPPORTED = {
@@ -102,6 +114,8 @@ def test_a_missing_size_is_named(family, keys, named):
         *(("llada-moe", {"norm_topk_prob": said}, {"norm_topk_prob": False}) for said in (True, False, None)),
         ("llada-moe", {"moe_layer_freq": [0, 1, 0]}, {"mlp_only_layers": [0, 2]}),
         ("llada-moe", {"moe_layer_freq": 1}, {"mlp_only_layers": []}),
+        ("llada", {"hidden_act": "gelu"}, {"hidden_act": "silu"}),  # LLaDA's key is activation_type
+        ("llada2", {"num_experts_per_tok": 1}, {"norm_topk_prob": False}),  # a single expert's weight is not divided
     ],
 )  # fmt: skip
 def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, expected):
@@ -113,10 +127,17 @@ def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, e
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llada", {"n_heads": 0}, r"here: config\.json does not describe a llama model: .* by zero"),
-        ("llada", {"n_kv_heads": 0}, r"cannot build a llama model from this config: ZeroDivisionError"),
-        ("llama", {"head_dim": 0}, r"cannot build a llama model from this config: ZeroDivisionError"),
-        ("dream", {"num_attention_heads": 0}, r"cannot build a qwen2 model from this config: ZeroDivisionError"),
+        ("llada", {"n_heads": 0}, r"here: config\.json has n_heads = 0; it must be a whole number above 0\."),
+        ("llada", {"n_kv_heads": 0}, r"n_kv_heads = 0; it must be a whole number above 0"),
+        ("llama", {"head_dim": 0}, r"head_dim = 0; it must be a whole number above 0"),
+        ("dream", {"num_attention_heads": 0}, r"num_attention_heads = 0; it must be a whole number above 0"),
+        ("dream", {"vocab_size": -62}, r"vocab_size = -62; it must be a whole number above 0"),
+        ("sdar", {"num_hidden_layers": True}, r"num_hidden_layers = True; it must be a whole number above 0"),
+        ("qwen2", {"rms_norm_eps": float("nan")}, r"rms_norm_eps = nan; it must be a number above 0, such as 1e-06"),
+        ("qwen3", {"rope_theta": None}, r"rope_theta = None; it must be a number above 0, such as 500000\.0"),
+        ("llada2", {"topk_group": 4}, r"num_experts_per_tok = 3 of num_experts = 6 in topk_group = 4 of n_group = 3"),
+        ("rnd1", {"num_experts_per_tok": 7}, r"num_experts_per_tok = 7 of num_experts = 6 .* which is impossible"),
+        ("llada2", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5 must be a share of the head"),
         (
             "llada",
             {"rope_theta": "x"},
@@ -133,10 +154,15 @@ def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, e
             {"rope_theta": [1]},
             r"here: config\.json has rope_theta = \[1\]; it must be a number above 0, such as",
         ),
-        ("llama", {"rope_theta": "x"}, r"cannot build a llama model from this config: TypeError"),
+        ("llama", {"rope_theta": "x"}, r"config\.json has rope_theta = 'x'; it must be a number above 0"),
         ("llama", {"hidden_act": "swigloo"}, r"cannot build a llama model from this config: KeyError: 'swigloo'"),
         ("llada", {"n_heads": 5}, r"hidden size \(24\) is not a multiple of the number of attention heads"),
-        ("llada", {"d_model": "24"}, r"here: config\.json does not describe a llama model: .*'hidden_size'.*got str"),
+        ("llada", {"d_model": "24"}, r"here: config\.json has d_model = '24'; it must be a whole number above 0"),
+        (
+            "llada",
+            {"weight_tying": "no"},
+            r"does not describe a llama model: .*'tie_word_embeddings'.*got str",
+        ),
     ],
 )
 def test_sizes_that_make_no_valid_model_are_rejected(family, changes, message):
