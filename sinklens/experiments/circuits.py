@@ -34,7 +34,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, SettingError, warn_caller
 from sinklens.experiments.attribution import LogitMetric, Pair, metric_value
 from sinklens.experiments.circuit_pictures import CircuitEdge, graph, save_graph
 from sinklens.experiments.edges import edge_effects
@@ -518,7 +518,8 @@ def greedy_circuit(
     """Remove edges one after the other, weakest scores first, while each costs little faithfulness.
 
     Every removal is measured exactly, with all edges that were removed before: an edge goes if faithfulness falls by no
-    more than `tolerance`.
+    more than `tolerance`. A warning appears if no edge is left, which is no circuit: the tolerance holds for each edge,
+    so the losses of many edges add up.
 
     Args:
         cases: where faithfulness is measured.
@@ -527,15 +528,18 @@ def greedy_circuit(
         most: largest number of edges that are tried; one pass per edge and case.
 
     Raises:
-        SettingError: as `measure_circuit`; a negative tolerance.
+        SettingError: as `measure_circuit`; a negative tolerance, or a start without edges.
     """
     read_as(NonNegative, "tolerance", tolerance)
+    if not start.size:
+        raise SettingError("the circuit to begin with has no edges; pass one that has, such as the strongest 20 %.")
     full, empty = _ends(cases)
 
     def share(circuit: Circuit) -> float:
         return (float(np.mean([case.value(circuit) for case in cases])) - empty) / (full - empty)
 
-    best, now = start, share(start)
+    first = share(start)
+    best, now = start, first
     places = np.argwhere(start.kept.to_numpy())
     order = np.argsort(np.abs(start.scores.to_numpy()[start.kept.to_numpy()]), kind="stable")[:most]
     for place in (tuple(places[number]) for number in order):
@@ -544,6 +548,13 @@ def greedy_circuit(
         without = Circuit(kept, start.scores)
         if now - (left := share(without)) <= tolerance:
             best, now = without, left
+    if not best.size:
+        warn_caller(
+            f"greedy_circuit removed all {start.size} edges, since none costs more faithfulness than "
+            f"tolerance={tolerance:g} when it is removed. With all of them faithfulness is {first:.3g}, without "
+            f"{now:.3g}. Pass a smaller tolerance, or begin with more edges if faithfulness is small with all of them.",
+            UserWarning,
+        )
     return best
 
 

@@ -5,8 +5,8 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import ProbeData, probe_data, probe_table
-from sinklens.utils.estimates import holm
+from sinklens.features import ProbeData, probe_data, probe_table, probe_tables
+from sinklens.utils.estimates import holm, proportion
 
 D = 12
 
@@ -36,8 +36,78 @@ def test_a_planted_label_is_found_where_it_is_and_only_there(kind):
     controls = table[["majority", "shuffled", "bag", "place"]].loc[there].drop(columns="bag")
     assert (controls < 0.65).all(axis=None)
     assert table["bag"].isna().all()
-    np.testing.assert_allclose(table["selectivity"], table["score"] - table["shuffled"])
+    assert table[["control", "selectivity"]].isna().all(axis=None)  # one token everywhere has one label
     assert table["p_holm"].tolist() == pytest.approx(holm(table["p"].tolist()))
+
+
+@pytest.mark.parametrize(("kind", "shift"), [("logistic", 0), ("difference", 0), ("ridge", 1)])
+def test_what_is_learned_by_heart_for_each_token_has_no_selectivity(kind, shift):
+    """The label of the first point is a function of the token, that of the second is written beside the token."""
+    rng = np.random.default_rng(2)
+    prompt, token = np.repeat(np.arange(40), 12), rng.integers(0, 16, size=480)
+    embedded = np.eye(16)[token] * 4 + rng.normal(size=(480, 16)) * 0.1
+    own, beside = token % 2 + shift, rng.integers(0, 2, size=480) + shift
+    written = np.concatenate([embedded[:, :0], 9.0 * beside[:, None], rng.normal(size=(480, 9))], axis=1)
+    data = ProbeData({"x": embedded}, {"prompt": prompt, "token_id": token, "y": own, "beside": beside})
+    heart = probe_table(data, "y", kind=kind).loc[0]
+    assert abs(heart["selectivity"]) < (0.05 if kind != "difference" else 0.2)
+    assert heart["selectivity"] == pytest.approx(heart["score"] - heart["control"])
+    assert heart["score"] > 0.95
+    assert heart["p"] == pytest.approx(1 / 2000)
+    read = probe_table(ProbeData({"x": written}, data.columns), "beside", kind=kind).loc[0]
+    assert read["selectivity"] > 0.35
+    del data.columns["token_id"]
+    assert np.isnan(probe_table(data, "y", kind=kind).loc[0, "selectivity"])
+
+
+@pytest.mark.parametrize("places", ["as many", "unequal", "alike within a prompt"])
+def test_p_is_uniform_where_activations_say_nothing(places, monkeypatch):
+    """Places of a prompt resemble each other, and so do their labels; 400 cases, with limits of their share."""
+    monkeypatch.setattr(probe_tables, "RESAMPLES", 200)
+    found = []
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        size = rng.integers(1, 6, size=15) if places == "unequal" else np.full(15, 3)
+        unit = np.repeat(np.arange(15), size)
+        x = rng.normal(size=(15, 6))[unit] * 2 + rng.normal(size=(len(unit), 6))
+        y = rng.integers(0, 2, size=15)[unit]
+        if places == "alike within a prompt":
+            y = np.where(rng.random(len(unit)) < 0.2, 1 - y, y)
+        fold = rng.permutation(np.arange(15) % 5)[unit]
+        found.append(probe_tables._Test(unit, fold, "logistic", 1.0, False).p_value(x, y, seed))
+    for level in (0.05, 0.1, 0.25, 0.5):
+        share = proportion(sum(p <= level for p in found), 400)
+        assert share.low <= level <= share.high, (level, share)
+
+
+def test_p_is_the_share_of_exchanges_that_fit_as_well(monkeypatch):
+    """The rule, written with scikit-learn: labels of whole prompts, at their relative places, and ridge regressions."""
+    from sklearn.linear_model import Ridge
+    from sklearn.preprocessing import StandardScaler
+
+    monkeypatch.setattr(probe_tables, "RESAMPLES", 30)
+    for d, classes, kind in [(3, 2, "logistic"), (70, 3, "centroid"), (30, 3, "logistic"), (5, 2, "ridge")]:
+        rng = np.random.default_rng(d)
+        unit = np.repeat(np.arange(12), rng.integers(1, 6, size=12))
+        x, y = rng.normal(size=(len(unit), d)), rng.integers(0, classes, size=len(unit))
+        fold, draws, quality = rng.permutation(np.arange(12) % 3)[unit], np.random.default_rng(5), []
+        for draw in range(30):
+            giver, moved = np.arange(12) if not draw else draws.permutation(12), y.copy()
+            for one in range(12):
+                to, given = np.flatnonzero(unit == one), y[unit == giver[one]]
+                moved[to] = [given[number * len(given) // len(to)] for number in range(len(to))]
+            labels = moved[:, None] if kind == "ridge" else moved[:, None] == np.arange(classes)
+            labels, missed, spread = labels.astype(float), 0.0, 0.0
+            for number in range(3):
+                known, held = fold != number, fold == number
+                scaler = StandardScaler().fit(x[known])
+                probe = Ridge(alpha=2.0).fit(scaler.transform(x[known]), labels[known])
+                predicted = probe.predict(scaler.transform(x[held])).reshape(labels[held].shape)
+                missed += ((labels[held] - predicted) ** 2).sum()
+                spread += ((labels[held] - labels[known].mean(axis=0)) ** 2).sum()
+            quality.append(1 - missed / spread)
+        wanted = np.mean([one >= quality[0] - 1e-9 for one in quality])
+        assert probe_tables._Test(unit, fold, kind, 2.0, False).p_value(x, y, 5) == pytest.approx(wanted)
 
 
 def test_a_planted_number_is_found_by_a_regression():
@@ -77,6 +147,7 @@ def test_a_label_that_the_tokens_give_away_is_marked_by_the_bag():
 def test_a_label_that_the_position_gives_away_is_marked_by_the_place():
     data = planted_data().with_label("third", planted_data().column("pos") == 3)
     table = probe_table(data, "third", balanced=True)
+    assert table["p"].isna().all()  # all prompts have the same labels
     assert (table["place"] > 0.99).all()
     assert (table["score"] < 0.65).all()
     assert table["majority"].tolist() == pytest.approx([0.5, 0.5])  # every class counts alike
