@@ -6,7 +6,6 @@ Limitation: long tables, such as maps of layers and heads, are cut after `ROWS` 
 name of the complete file is printed.
 """
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from sinklens.errors import CheckpointError
+from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -38,10 +40,10 @@ def manifests(out: Path) -> list[dict[str, Any]]:
     found = []
     for file in sorted(out.glob("*.json")):
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            content = read_json(file)
+        except CheckpointError:
             continue  # not a manifest of sinklens
-        if isinstance(content, dict) and {"study", "models", "options"} <= content.keys():
+        if {"study", "models", "options"} <= content.keys():
             found.append(content)
     return found
 

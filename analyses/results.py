@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
+from sinklens.errors import CheckpointError
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,12 +64,12 @@ def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: F
 def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
     """Warn, before anything is measured, that the results described by the manifest `file` will be replaced."""
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read_json(file)
         summary = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
         earlier, now = (
             {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
         return  # missing, or not the manifest of a study
     if any(earlier.get(key) != now[key] for key in ("options", "models", "prompts_sha256", "inputs")):
         warnings.warn(

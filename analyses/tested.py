@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from sinklens.errors import SettingError
 from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
+from sinklens.utils.arguments import read_as
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import read_json
 from sinklens.utils.estimates import holm
 
 VARIABLE = "SINKLENS_TESTS"
@@ -53,7 +55,7 @@ def begin(ledger: Path, identity: Mapping[str, Any], out: Path) -> LedgerRun:
     """
     file = out / FILE
     if file.exists():
-        before = json.loads(file.read_text())["plan"]
+        before = read_as(dict, f"the plan in {file}", read_json(file).get("plan"))
         changed = [name for name in sorted({*before, *identity}) if before.get(name) != identity.get(name)]
         if changed:
             raise SettingError(

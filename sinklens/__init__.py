@@ -41,8 +41,8 @@ _HOMES = {
     "trace": "sinklens.runs",
 }
 _MODULES = (
-    "analyses", "errors", "evaluation", "experiments", "families", "features", "hooks", "interventions",
-    "live", "model", "sampling", "sinks", "runs", "tasks", "views",
+    "analyses", "cli", "errors", "evaluation", "experiments", "families", "features", "hooks", "interventions",
+    "live", "model", "runs", "sampling", "sinks", "tasks", "utils", "views",
 )  # fmt: skip
 
 

@@ -104,3 +104,13 @@ def test_tensor_annotations_are_checked_in_this_test_run():
         "sinklens.hooks",
         "sinklens.analyses",
     }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["features"], ["hooks"], ["model"], sorted({name.split(".")[1] for name in MODULES if "." in name})],
+    ids=str,
+)
+def test_every_room_is_an_attribute_of_the_package_in_a_fresh_interpreter(names: list[str]):
+    code = f"import sinklens\nfor name in {names}: assert name in dir(sinklens) and getattr(sinklens, name)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

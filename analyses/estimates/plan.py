@@ -27,9 +27,10 @@ from annotated_types import Ge
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.strongest import KIND_NAMES, NOT
-from sinklens.tasks.prompts import read_answers, read_prompts
+from sinklens.tasks.prompts import read_answers, read_groups, read_prompts
 from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out, template_of
 from sinklens.utils.arguments import Positive, Seed, check_arguments
+from sinklens.utils.documents import read_json, read_yaml
 
 REQUIRED = ("claim", "model", "contrast", "n", "of_interest")
 TEMPLATE, NO_GROUP = "template", "none"
@@ -122,13 +123,7 @@ class Plan:
             if not self.group and len(set(found)) < 2:
                 return []
         else:
-            lines = [line for line in Path(self.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-            entries = [json.loads(line) for line in lines[: self.n]] if self.prompts.endswith(".jsonl") else []
-            if not entries or any(self.group not in entry for entry in entries):
-                raise SettingError(
-                    f"group: {self.group} has to be a key of every line of {self.prompts}, a .jsonl file."
-                )
-            found = [str(entry[self.group]) for entry in entries]
+            found = read_groups(self.prompts, self.group, self.n)
         if len(set(found)) < 2:
             raise SettingError(f"all prompts are of one group ({found[0]}); leave group out, or give other prompts.")
         return found
@@ -168,15 +163,10 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
-    """What a file holds; YAML is a superset of JSON."""
-    import yaml
-
+    """What a file holds."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise SettingError(f"{path} is not a plan; give a .yaml or .json file.")
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingError(f"could not read the plan {path}: {error}") from error
+    found = read_json(path, SettingError) if path.suffix == ".json" else read_yaml(path, SettingError)
     if not isinstance(found, dict):
         raise SettingError(f"{path} holds no keys; a plan needs {', '.join(REQUIRED)}.")
     return found

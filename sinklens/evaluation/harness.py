@@ -34,6 +34,7 @@ from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
 from sinklens.model import load
+from sinklens.model.templates import render
 from sinklens.runs import generate
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
@@ -162,6 +163,7 @@ class SinklensLM(TemplateLM):
         """
         if self.tokenizer.chat_template is None:
             raise PromptError(f"the tokenizer of {self.model.name} has no chat template; drop --apply_chat_template.")
+        render(self.tokenizer, chat_history, None, f" of {self.model.name}", add_generation_prompt)  # has limits
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,

@@ -18,6 +18,7 @@ from sinklens.evaluation.cards import CARDS, Card, find_card
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.run_memory import RunPlan, fake_model, flops_of, plan_run
+from sinklens.model.templates import render
 from sinklens.sinks.steps import AT_ONCE
 from sinklens.tasks.base import Sample
 from sinklens.tasks.prompts import model_input
@@ -105,5 +106,5 @@ def _length(tokenizer: Any, sample: Sample, chat_template: bool) -> float | int:
     if not chat_template:
         return len(tokenizer(given).input_ids)
     turns = [{"role": "user", "content": sample.prompt}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    text = render(tokenizer, turns, None, " of the tokenizer")
     return len(tokenizer(f"{text}{sample.opening}", add_special_tokens=False).input_ids)

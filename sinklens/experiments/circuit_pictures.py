@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,9 +78,9 @@ def save_graph(data: dict[str, Any], folder: Path) -> Path:
     """Write a graph, and list it beside the others of its folder."""
     listed, about = folder / LISTED, data["metadata"]
     try:
-        graphs = json.loads(listed.read_text(encoding="utf-8"))["graphs"] if listed.exists() else []
+        graphs = read_json(listed)["graphs"] if listed.exists() else []
         others = [entry for entry in graphs if entry["slug"] != about["slug"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (CheckpointError, KeyError, TypeError) as error:
         raise CheckpointError(f"{listed} lists no graphs: {error!r}. Choose another folder.") from error
     path = folder / f"{about['slug']}.json"
     for file, content in {path: data, listed: {"graphs": [*others, about]}}.items():

@@ -43,17 +43,26 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
     Raises:
         SettingError: a setting is unknown, belongs to another sampler, or is out of range.
     """
+    chosen = read_settings(sampler, given)
+    kept = dict(defaults)
+    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
+        kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
+    return find_sampler(sampler)(**{**kept, **chosen})
+
+
+def read_settings(sampler: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among `given` that are not None, each checked alone.
+
+    Raises:
+        SettingError: a setting is unknown, belongs to another sampler, or is out of range.
+    """
     found = find_sampler(sampler)
     known = found.settings()
     chosen = {name: value for name, value in given.items() if value is not None}
     for name in chosen:
         if name not in known:
             raise SettingError(_unknown(name, found))
-    chosen = {name: known[name].read(value) for name, value in chosen.items()}
-    kept = dict(defaults)
-    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
-        kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
-    return found(**{**kept, **chosen})
+    return {name: known[name].read(value) for name, value in chosen.items()}
 
 
 ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}

@@ -24,6 +24,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import read_json
 from sinklens.utils.integers import as_integer
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
@@ -134,15 +135,11 @@ def _found(folder: str | Path) -> Path:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} has no readable {CONFIG}: {error}. Pass a folder in SAELens's format."
-        ) from error
-    if not isinstance(read, dict):
-        raise CheckpointError(f"{path / CONFIG} holds a {type(read).__name__}, not an object of settings.")
-    return {OLD_NAMES.get(str(name), str(name)): value for name, value in read.items()}
+    found = {OLD_NAMES.get(name, name): value for name, value in read_json(path / CONFIG).items()}
+    for name in ("meta", "metadata", "activation_fn_kwargs"):
+        if not isinstance(found.get(name), dict | None):
+            raise CheckpointError(f"{path / CONFIG} has {name} = {found[name]!r:.80}; it must be an object.")
+    return found
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
@@ -158,7 +155,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> SAEArchitecture:
     kind: Any = config.get("architecture", "standard")
     if kind == "standard" and config.get("activation_fn") == "topk":  # SAELens before 4
         kind = "topk"
-    if kind not in READ:
+    if not isinstance(kind, str) or kind not in READ:
         raise CheckpointError(
             f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
             f"and decode can be spliced, so write one for it."

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.store import Store
+from sinklens.utils.arguments import read_as
 
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
 """What is kept about a place: ``pos`` does not count padding, ``state`` is an index into `STATES`."""
@@ -44,6 +45,13 @@ class ActivationStore(Store):
                 f"{path} holds no activations at {point!r}, only at {', '.join(self.points)}."
                 f"{nearest(self.point, self.points)}"
             )
+
+    def check(self) -> None:
+        super().check()
+        for point in read_as(list, "points", self.about["points"]):
+            self.group[array_of(read_as(str, "a point", point))] if len(self) else None
+        for name, number in (("prompts", self.about["prompts"]), ("prompts_done", self.prompts_done)):
+            read_as(int, name, number)
 
     def layout(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Chunks of about `VALUES` numbers; those of columns have as many rows as activations of 256."""

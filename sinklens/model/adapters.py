@@ -6,7 +6,6 @@ change. The adapter's weights are named after the checkpoint's own names, so the
 Pitfall: an option of peft that is ignored would compute another model, so every key that changes a result is checked.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,10 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.families import Family
 from sinklens.hooks.adapter import ADAPTED, Adapter, LowRank
 from sinklens.model.files import rename
+from sinklens.utils.arguments import Count, Number, read_as
+from sinklens.utils.documents import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -47,10 +48,10 @@ def read_adapter(folder: Path, family: Family, expected: Mapping[str, tuple[int,
     if not family.adapter or not (place / CONFIG).is_file():
         return None
     try:
-        config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(place / CONFIG)
         stored = load_file(place / WEIGHTS)
-        scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as error:
+        rank, alpha = read_as(Count, "r", config.get("r")), read_as(Number, "lora_alpha", config.get("lora_alpha"))
+    except (OSError, CheckpointError, SettingError, SafetensorError) as error:
         raise CheckpointError(
             f"{place} is no complete adapter of peft ({type(error).__name__}: {error}). It holds {CONFIG} and "
             f"{WEIGHTS}; download both again, or remove the folder to load the model without its adapter."
@@ -58,7 +59,8 @@ def read_adapter(folder: Path, family: Family, expected: Mapping[str, tuple[int,
     for key, allowed in _PLAIN.items():
         if key in config and config[key] not in allowed:
             raise CheckpointError(f"{place / CONFIG} has {key} = {config[key]!r}; supported: {allowed[0]!r}.")
-    return Adapter(family.adapter, scale, _factors(stored, family, expected, config["r"], place))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Adapter(family.adapter, scale, _factors(stored, family, expected, rank, place))
 
 
 def _factors(

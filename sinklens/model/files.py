@@ -5,7 +5,6 @@ config describes, so a checkpoint with missing, unexpected, misshapen or truncat
 is built. transformers alone would only warn and continue with random weights.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from sinklens.errors import CheckpointError, nearest
 from sinklens.families import FAMILIES, Family
+from sinklens.utils.documents import read_json
 
 SHIPPED_FOLDER = "shipped"
 REPOSITORY = Path(__file__).resolve().parents[2] / "models"
@@ -143,22 +143,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: the file is missing or not JSON.
+        CheckpointError: the file is missing or not valid JSON.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder contains config.json and *.safetensors."
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON ({error}); it may be incomplete. Download it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} contains a JSON {type(config).__name__}, not an object.")
-    return config
+    return read_json(file)
 
 
 def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:
@@ -229,13 +221,13 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            content = json.loads(index.read_text(encoding="utf-8"))
+            content = read_json(index)
             dict.keys(content["metadata"])  # transformers, which reads the weights, requires it
             names = sorted(set(content["weight_map"].values()))
             shards = [folder / name for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is corrupt ({error}); download it again.") from error
-        missing = [shard.name for shard in shards if not shard.is_file()]
+            missing = [shard.name for shard in shards if not shard.is_file()]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is corrupt ({error!s:.300}); download it again.") from error
         if missing:
             raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
         return shards

@@ -11,7 +11,6 @@ Silent failure that is refused: transformers' own `generate` decodes any model f
 trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from annotated_types import Ge
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
 from sinklens.families import FAMILIES, Family, identify, translate
 from sinklens.families.registry import family_of
+from sinklens.families.samplers import read_settings
 from sinklens.families.translation import check_required, one_spelling, value_at
 from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
@@ -33,7 +33,8 @@ from sinklens.model import files, quantization
 from sinklens.model.adapters import read_adapter
 from sinklens.model.packing import stored_shapes
 from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
-from sinklens.utils.arguments import Count, check_arguments
+from sinklens.utils.arguments import Count, check_arguments, read_as
+from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -468,13 +469,17 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
+    generation = read_json(file)
     try:
-        generation = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(generation, dict):
-            raise ValueError("it is not a JSON object")
-        return _generation_defaults(generation, family) | dict(generation.get("sinklens") or {})
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{file} has no valid settings ({error}). Download it again.") from error
+        ends = generation.get("eos_token_id")
+        tokens = [("eos_token_id", token) for token in (ends if isinstance(ends, list) else [ends])]
+        for key, token in [*tokens, *((key, generation.get(key)) for key in ("bos_token_id", "pad_token_id"))]:
+            read_as(int | None, key, token)
+        listed = read_as(dict, "sinklens", generation.get("sinklens") or {})
+        found = _generation_defaults(generation, family) | listed
+        return read_settings(family.sampler, found)
+    except SettingError as error:
+        raise CheckpointError(f"{file} has no valid settings: {error}") from error
 
 
 def _generation_defaults(generation: dict[str, Any], family: Family) -> dict[str, Any]:

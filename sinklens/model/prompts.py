@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sinklens.errors import PromptError, PromptWarning, nearest, warn_caller
 from sinklens.hooks.padded import PaddedIds
+from sinklens.model.templates import render
 from sinklens.utils.integers import as_integer
 
 
@@ -266,17 +267,9 @@ class PromptReader:
                 f"got {chat_template!r}."
             )
         turns = [{"role": "user", "content": text}]
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                turns, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # a template is a program, so it can fail in any manner
-            raise PromptError(
-                f"the chat template{f' of {self.name}' * (chat_template is True)} failed on a user turn "
-                f"({type(error).__name__}: {error}). Pass another template as a string, or leave chat_template "
-                f"(--chat) out."
-            ) from error
-        return list(encoded["input_ids"])
+        name = f" of {self.name}" * (chat_template is True)
+        written = render(self.tokenizer, turns, template, name)
+        return list(self.tokenizer(written, add_special_tokens=False).input_ids)
 
 
 def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:

@@ -25,9 +25,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -39,9 +40,12 @@ from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, require_run
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
+from sinklens.utils.arguments import Seed, read_as
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import parse_json, read_text
 
 FORMAT = "canvases 1"
+MOST_CANVASES = 2**30  # bytes of a file
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,27 +119,30 @@ class RecordedCanvases:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             given = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise CheckpointError(f"a recorded run is an object with format {FORMAT!r}; got {given!r}.")
+        kinds = {"sampler": str, "settings": dict, "seed": Seed, "model": str, "source": str}
         try:
-            canvas = torch.tensor(data["canvas"], dtype=torch.long)
-            prompt = [int(token) for token in data["prompt_ids"]]
-            undecided = _undecided(data, canvas)
-            return cls(
-                prompt, canvas, undecided, str(data.get("sampler") or ""), dict(data.get("settings") or {}),
-                int(data.get("seed") or 0), str(data.get("model") or ""), str(data.get("source") or ""),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            about = {key: read_as(kind, key, data[key]) for key, kind in kinds.items() if data.get(key) is not None}
+            canvas = torch.tensor([_integers("canvas", row) for row in read_as(list, "canvas", data["canvas"])])
+            return cls(_integers("prompt_ids", data["prompt_ids"]), canvas, _undecided(data, canvas), **about)
+        except (KeyError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"a recorded run lacks a key or has one of another form: {type(error).__name__} {error}."
             ) from error
 
 
+def _integers(key: str, given: Any) -> list[int]:
+    if not isinstance(given, list) or any(type(number) is not int for number in given):
+        raise SettingError(f"{key} must hold integers in lists; got {given!r:.80}.")
+    return given
+
+
 def _undecided(data: Mapping[str, Any], canvas: Int[Tensor, "step pos"]) -> Bool[Tensor, "step pos"]:
     """Which positions are undecided, from the first key that says so."""
     if data.get("undecided") is None:
-        return canvas == int(data["mask_id"])
+        return canvas == read_as(int, "mask_id", data["mask_id"])
     found = torch.zeros_like(canvas, dtype=torch.bool)
-    for row, places in zip(found, data["undecided"], strict=True):
-        row[torch.tensor(places, dtype=torch.long)] = True
+    for row, places in zip(found, read_as(list, "undecided", data["undecided"]), strict=True):
+        row[[read_as(Annotated[int, Ge(0)], "a position", place) for place in _integers("undecided", places)]] = True
     return found
 
 
@@ -176,17 +183,15 @@ def read_canvases(path: str | Path) -> list[RecordedCanvases]:
     Raises:
         CheckpointError: the file does not exist, or a line is no recorded run; the message names the line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(Path(path), most=MOST_CANVASES).split("\n"), start=1):
         if line.strip():
+            where = f"{path}, line {number}"
+            parsed = parse_json(line, where)
             try:
-                found.append(RecordedCanvases.from_json(json.loads(line)))
-            except (ValueError, CheckpointError, SettingError) as error:
-                raise CheckpointError(f"{path}, line {number}: {error}") from error
+                found.append(RecordedCanvases.from_json(parsed))
+            except (CheckpointError, SettingError) as error:
+                raise CheckpointError(f"{where}: {error}") from error
     return found
 
 

@@ -11,17 +11,28 @@ where its error cannot be caught.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import xarray as xr
+from annotated_types import Ge, Le
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.data import TrackData, unmask_steps
+from sinklens.sinks.data import AXES, TrackData, unmask_steps
 from sinklens.sinks.store import TrackStore, attributes_of, nothing, replacing, writing
+from sinklens.utils.arguments import Count, read_as
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import parse_json, read_json
 
+PLACES = ("batch", "step", "pos")
+VARIABLES = {  # name -> axes and kinds of numbers
+    "score": (AXES, "f"), "token_id": (PLACES, "iu"), "masked": (PLACES, "b"), "committed": (PLACES, "b"),
+    "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"), "final_id": (("batch", "pos"), "iu"),
+}  # fmt: skip
+DOCUMENTS = ("settings", "versions", "vocabulary", "special")  # attributes that hold a JSON object
+TEXTS = ("model", "revision", "family", "attention", "sampler", "dtype", "device", *DOCUMENTS)
+ATTRIBUTES: dict[str, Any] = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(("causal", "block_length"), int)}
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # must match to concatenate tracks
 
 
@@ -69,21 +80,48 @@ def open_dataset(path: Path) -> xr.Dataset:
         raise TrackError(f"{path} does not exist; pass the path that SinkTrack.save returned.")
     try:
         data = _open_store(path) if path.is_dir() else xr.open_dataset(path, engine="h5netcdf")
+        if data.attrs.get("format") == TrackStore.form:
+            _check(data)
     except TrackError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # HDF5 and Zarr raise errors of any class for files that they did not write
         kind = "Zarr store" if path.is_dir() else "NetCDF-4 file"
         raise TrackError(
-            f"{path} is not a complete {kind} ({error}); it may be truncated. Copy, save or record it again."
+            f"{path} is not a complete {kind} ({error!s:.300}); it may be truncated. Copy, save or record it again."
         ) from error
     if data.attrs.get("format") != TrackStore.form:
-        raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r}).")
+        raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r:.80}).")
     return data
+
+
+def _check(data: xr.Dataset) -> None:
+    """Check the variables and attributes of a track that another program may have written.
+
+    Raises:
+        SinklensError: one has another type, axes or range.
+    """
+    attributes = data.attrs
+    for name in ATTRIBUTES.keys() & attributes.keys():
+        read_as(ATTRIBUTES[name], name, attributes[name])
+    objects = {name: parse_json(attributes.get(name, "{}"), name) for name in DOCUMENTS}
+    for name, found in objects.items():
+        read_as(dict, name, found)
+    for token, text in objects["vocabulary"].items():
+        read_as(str, f"the text of token {int(token)}", text)
+    for name, ids in objects["special"].items():
+        for token in read_as(list, f"special.{name}", ids):
+            read_as(int, f"a token of special.{name}", token)
+    for name in ("steps", "canvas_length"):
+        read_as(Count | None, name, objects["settings"].get(name))
+    for name, (axes, kinds) in VARIABLES.items():
+        if name in data and (data[name].dims != axes or data[name].dtype.kind not in kinds):
+            raise TrackError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
+    read_as(Annotated[int, Ge(0), Le(data.sizes["pos"])], "prompt_length", attributes["prompt_length"])
 
 
 def _open_store(path: Path) -> xr.Dataset:
     """Open a Zarr store up to its last complete step; missing chunks are an error."""
-    attributes = json.loads((path / "zarr.json").read_text())["attributes"]
+    attributes = read_json(path / "zarr.json")["attributes"]
     if attributes.get("format") != TrackStore.form:
         return xr.Dataset(attrs=attributes)
     store = TrackStore(path)

@@ -16,12 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import xarray as xr
+from annotated_types import Ge
 
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import CheckpointError, SettingError, SinklensError
+from sinklens.utils.arguments import read_as
+from sinklens.utils.documents import read_json
 
 AnyStore = TypeVar("AnyStore", bound="Store")
 StoredType = Literal["float32", "float16", "bfloat16"]
@@ -50,7 +53,11 @@ class Store:
         self.path = Path(path)
         if attributes_of(self.path).get("format") != self.form:
             raise SettingError(f"{path} is not a store of {self.form.split()[1]}; make one with {self.made}.")
-        self.group: Any = zarr.open_group(self.path, mode="r+")
+        try:
+            self.group: Any = zarr.open_group(self.path, mode="r+")
+            self.check()
+        except Exception as error:  # Zarr raises errors of any class for files that it did not write
+            raise SettingError(f"{path} is damaged ({error!s:.300}); copy it again, or make another.") from error
         self.sizes: dict[str, int] = {}
         self._arrays: dict[str, Any] = {}
         self._changed = False
@@ -78,6 +85,11 @@ class Store:
             )
         return store
 
+    def check(self) -> None:
+        """Check the attributes, which another program may have written; an error of any class refuses them."""
+        read_as(dict, "about", self.group.attrs["about"])
+        read_as(Annotated[int, Ge(0)], "written", self.group.attrs["written"])
+
     @property
     def about(self) -> dict[str, Any]:
         """What was recorded, and with which settings."""
@@ -89,7 +101,10 @@ class Store:
 
     def dataset(self) -> xr.Dataset:
         """What counts, read from disk when it is used."""
-        data = xr.open_zarr(self.path, chunks=None, consolidated=True)
+        try:
+            data = xr.open_zarr(self.path, chunks=None, consolidated=True)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise SettingError(f"{self.path} is damaged ({error!s:.300}); copy it again, or make another.") from error
         data.attrs = {name: value for name, value in data.attrs.items() if name not in ("about", "written")}
         return data.isel({self.along: slice(0, len(self))})
 
@@ -161,8 +176,8 @@ class TrackStore(Store):
 def attributes_of(path: Path) -> dict[str, Any]:
     """The attributes of the Zarr group at `path`; empty if there is none."""
     try:
-        return dict(json.loads((path / "zarr.json").read_text())["attributes"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(read_json(path / "zarr.json")["attributes"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
         return {}
 
 

@@ -8,7 +8,6 @@ Pitfall: a file of another split has the same fields and is not detected. Check 
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinklens.errors import TaskError
+from sinklens.utils.documents import parse_json
 
 DataRow = Mapping[str, str]
+MOST_DATA = 2**30  # bytes of a file after decompression; a small zipped file can hold more than the memory
 
 
 class HubSet(NamedTuple):
@@ -37,13 +38,16 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
         TaskError: the file is missing, empty, truncated or not UTF-8.
     """
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+            content = opened.read(MOST_DATA + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TaskError(
             f"could not read {path} ({error}); give a file in UTF-8 that is complete, and zipped only if its name ends "
             f"in .gz."
         ) from error
+    if len(content) > MOST_DATA:
+        raise TaskError(f"{path} holds more than {MOST_DATA:,} bytes; split it.")
     if not text.strip():
         raise TaskError(f"{path} is empty; write one prompt per line, or one JSON object (*.jsonl).")
     for number, line in enumerate(text.split("\n"), 1):
@@ -58,10 +62,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         TaskError: the file cannot be read, or a line is not an object.
     """
     for where, line in text_lines(path):
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise TaskError(f"{where} is not JSON ({error}); write one object per line.") from error
+        found = parse_json(line, where, TaskError)
         if not isinstance(found, dict):
             raise TaskError(f"{where} is not a JSON object but {line:.60}; write one object per line.")
         yield where, found

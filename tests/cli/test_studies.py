@@ -125,7 +125,7 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
 def test_malformed_prompts_are_rejected(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\ntwo\n')
     assert main(["analyse", "existence", "tiny-llama", "--prompts", str(tmp_path / "a.jsonl")]) == 1
-    assert "a.jsonl, line 2 is not JSON" in capsys.readouterr().err
+    assert "a.jsonl, line 2 is not valid JSON" in capsys.readouterr().err
 
 
 def test_seeds_are_summarised_over_all_models(tmp_path, capsys):

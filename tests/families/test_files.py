@@ -168,7 +168,7 @@ def test_integer_weights_are_rejected(tmp_path):
     [
         (b'{"d_model": 24, "n_', r"config\.json is not valid JSON \(.*may be incomplete"),
         (b"", r"config\.json is not valid JSON"),
-        (b"\xff\xfe\x00", r"config\.json is not valid JSON"),
+        (b"\xff\xfe\x00", r"config\.json cannot be read: 'utf-8' codec"),
         (b"[]", r"config\.json contains a JSON list, not an object"),
     ],
 )

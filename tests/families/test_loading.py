@@ -297,11 +297,11 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "broken generation config": (
         _write("generation_config.json", "{"),
-        r"generation_config\.json has no valid settings",
+        r"generation_config\.json is not valid JSON",
     ),
     "generation config not an object": (
         _write("generation_config.json", "[]"),
-        r"generation_config\.json has no valid",
+        r"generation_config\.json contains a JSON list",
     ),
     **{
         f"tokenizer {number}": (

@@ -87,8 +87,8 @@ def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, archite
 
 
 @pytest.mark.parametrize(("config", "weights", "match"), [
-    (None, None, r"has no readable cfg\.json"),
-    ("[1]", None, "holds a list"),
+    (None, None, r"cfg\.json cannot be read"),
+    ("[1]", None, "contains a JSON list"),
     ("{}", b"short", r"has no readable sae_weights\.safetensors"),
     ({}, {"b_enc": None, "log_threshold": torch.zeros(40)}, "missing: b_enc; not known: log_threshold"),
     ({"architecture": "jumprelu"}, {}, "must hold W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"),

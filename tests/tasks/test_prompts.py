@@ -62,7 +62,7 @@ def test_ids_are_compared_up_to_the_end_token_and_text_without_surrounding_white
     [
         ("a.txt", None, r"could not read .*a\.txt"),
         ("a.json", '{"id": 1, "prompt": "one"}', r"a.json contains JSON Lines but does not end in .jsonl.*rename it"),
-        ("a.jsonl", "{", r"a.jsonl, line 3 is not JSON \(.*\); write one object per line"),
+        ("a.jsonl", "{", r"a.jsonl, line 3 is not valid JSON \(.*\)"),
         ("a.jsonl", {"expected": [1]}, r"line 3: expected a JSON object with a 'prompt' or .*; its keys: expected"),
         ("a.jsonl", {"prompt": None}, r"line 3: the prompt is null; give a text, or a list of token ids such as"),
         ("a.jsonl", {"prompt": 7}, r"line 3: the prompt is 7"),
