@@ -25,6 +25,7 @@ REPOSITORY_MODELS = ("tiny-llada-skills", "tiny-llama-skills", "tiny-text", "tin
 """Models that only studies use; they lie in `REPOSITORY`, which a wheel lacks."""
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -147,10 +148,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
+        _refuse_lone_adapter(folder)
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder contains config.json and *.safetensors."
         )
     return read_json(file)
+
+
+def _refuse_lone_adapter(folder: Path) -> None:
+    """Say of which model an adapter is, if `folder` holds an adapter without one."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    try:
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    raise CheckpointError(
+        f"{folder} holds only an adapter{f' of {base}' if base else ''}. Load the model with it, as in "
+        f"sinklens.load({base or '...'!r}, adapter={str(folder)!r})."
+    )
 
 
 def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:
@@ -233,6 +249,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return shards
     if any(folder.glob("model-*-of-*.safetensors")):
         raise CheckpointError(f"{folder} has shards but no {index.name}, which lists their contents. Download it too.")
+    _refuse_lone_adapter(folder)
     pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
     note = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are rejected." if pickles else ""
     raise CheckpointError(f"{folder} has no model.safetensors.{note} Convert the weights to safetensors.")

@@ -30,7 +30,7 @@ from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write
 from sinklens.model import files, quantization
-from sinklens.model.adapters import read_adapter
+from sinklens.model.adapters import has_adapter, merge, read_adapter, read_lora
 from sinklens.model.packing import stored_shapes
 from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
 from sinklens.utils.arguments import Count, check_arguments, read_as
@@ -59,6 +59,7 @@ class LoadRequest:
     block_length: Count | None = None
     mask_token_id: TokenId | None = None
     quantization: Any = None
+    adapter: str | Path | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -163,11 +164,13 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     config = translate(_with_rows(raw, family, weights), family, str(folder))
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
-    adapter = read_adapter(folder, family, expected)
     tied = dict(empty.all_tied_weights_keys)
     packed = quantization.published(raw, family, str(folder))
     if packed is None:
         files.check_weights(weights, stored_shapes(expected, family.fused), set(tied), str(folder))
+    place = _adapter_folder(folder, request.adapter)
+    lora = None if place is None else read_lora(place, family, weights, empty)
+    adapter = read_adapter(folder, family, weights, empty)
     if request.device is not None and request.device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
     device = _device(request.device)
@@ -178,6 +181,8 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
     quantized = packed is not None or request.quantization is not None
+    if quantized and lora is not None:
+        raise CheckpointError(f"{place}: an adapter cannot be merged into quantized weights; load them unquantized.")
     device_map = request.device_map
     if device_map is None and (quantized or device.type != "cpu"):
         device_map = {"": device}
@@ -186,8 +191,22 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     with _output(bars=weights.parameters >= SMALL, warnings=not (stored_twice or quantized)):
         hf = quantization.read_quantized(read_to, config, packed, request.quantization) if quantized else read_to()
     _tie(hf, tied, weights, str(folder))
+    if lora is not None and place is not None:
+        merge(hf, lora, tied, place)
     checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
     return replace(checkpoint, adapter=adapter)
+
+
+def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
+    """The folder of the adapter to merge: the one that the caller names, or the checkpoint's."""
+    if named is None:
+        return folder if has_adapter(folder) else None
+    place = files.find_checkpoint(named)
+    if has_adapter(folder) and place.resolve() != folder.resolve():
+        raise CheckpointError(
+            f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away."
+        )
+    return place
 
 
 def outline(
@@ -383,6 +402,11 @@ def from_pretrained_model(
         )
     if hf.get_output_embeddings() is None:
         raise CheckpointError(f"{type(hf).__name__} has no language-model head; pass a model of a …ForCausalLM class.")
+    if any(type(module).__module__.startswith("peft.") for module in hf.modules()):
+        raise CheckpointError(
+            f"this {type(hf).__name__} has an adapter of peft, whose product is not in the weights. Merge it with "
+            f"peft's merge_and_unload(), or pass the folders: sinklens.load(base, adapter=folder)."
+        )
     if any(attention.POINTS in module.__dict__ for module in hf.modules()):
         raise CheckpointError(
             f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "

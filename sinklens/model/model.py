@@ -283,6 +283,7 @@ def load(
     block_length: Count | None = None,
     mask_token_id: TokenId | None = None,
     quantization: Any = None,
+    adapter: str | Path | None = None,
     check: bool = True,
 ) -> Model:
     """Load a model and name every point in it.
@@ -304,6 +305,8 @@ def load(
         mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
         quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4", "torchao-int8"
             or a config of transformers for bitsandbytes or torchao; by default they stay as they are.
+        adapter: folder or hub name of a LoRA adapter in peft's format, which is merged into the weights; by default
+            the one beside the checkpoint's weights, if there is one.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
@@ -317,7 +320,7 @@ def load(
     """
     request = LoadRequest(
         revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer, family=family,
-        block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, check=check,
+        block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, adapter=adapter, check=check,
     )  # fmt: skip
     if isinstance(name_or_path, str | Path):
         return _with_hook_points(load_checkpoint(name_or_path, request), check)
@@ -326,10 +329,11 @@ def load(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
-    if quantization is not None:
-        raise CheckpointError(
-            "quantization applies only while loading, and this model is already loaded; pass its name or folder."
-        )
+    for what, value in (("quantization", quantization), ("adapter", adapter)):
+        if value is not None:
+            raise CheckpointError(
+                f"{what} applies only while loading, and this model is already loaded; pass its name or folder."
+            )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
     described = (family, request.block_length, request.mask_token_id)
     if known is not None and tokenizer in (None, known.tokenizer) and not any(one is not None for one in described):
@@ -400,7 +404,8 @@ def _checkpoint_of(
                 "out, or load the transformers model."
             )
         return from_bridge(loaded, tokenizer)
+    unwrap = " first call peft's merge_and_unload(), and then" if type(loaded).__module__.startswith("peft.") else ""
     raise CheckpointError(
-        f"cannot load a {type(loaded).__name__}; pass a name, a folder, a transformers PreTrainedModel "
+        f"cannot load a {type(loaded).__name__};{unwrap} pass a name, a folder, a transformers PreTrainedModel "
         f"or a TransformerLens TransformerBridge."
     )

@@ -14,7 +14,7 @@ Limitation: this module restates what transformers does and is not derived from 
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinklens.families import Family
 
@@ -23,7 +23,49 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+
+
+class Place(NamedTuple):
+    """Where a model keeps a weight, or a piece of one.
+
+    Attributes:
+        name: the parameter.
+        index: of the part that holds it.
+        shape: of that part.
+    """
+
+    name: str
+    index: Any
+    shape: tuple[int, ...]
+
+
+def places_of(stored: str, parameters: Shapes, fused: Mapping[str, tuple[str, ...]]) -> list[Place]:
+    """Where the model keeps a stored weight: in several pieces along its first axis, or a part of a stacked one.
+
+    Args:
+        stored: its name in transformers' naming.
+        parameters, fused: as in `stored_shapes`.
+
+    Returns:
+        The pieces in order; none if the model does not have the weight.
+    """
+    if stored in parameters:
+        return [Place(stored, ..., parameters[stored])]
+    for whole, pieces in fused.items():
+        if stored.endswith(f".{whole}"):
+            names = [stored.removesuffix(whole) + piece for piece in pieces]
+            return [Place(name, ..., parameters[name]) for name in names if name in parameters]
+    match = _EXPERT.match(stored)
+    name = "" if match is None else f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+    if match is None or int(match[2]) >= parameters.get(name, (0,))[0]:
+        return []
+    number, (_, rows, columns) = int(match[2]), parameters[name]
+    if match[3] == "down":
+        return [Place(name, number, (rows, columns))]
+    half = slice(0, rows // 2) if match[3] == "gate" else slice(rows // 2, rows)
+    return [Place(name, (number, half), (rows // 2, columns))]
 
 
 def stored_shapes(parameters: Shapes, fused: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:

@@ -58,6 +58,7 @@ def read(
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
+        adapter_kwargs={"subfolder": "config.json"},  # no folder: transformers would add an adapter that is merged here
         **options,
     )
     if missing := sorted(found["missing_keys"]):

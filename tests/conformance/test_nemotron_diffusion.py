@@ -226,7 +226,7 @@ def test_wrong_modes_and_settings_are_refused(reference, model):
 STORED = "base_model.model.encoder.layers.0.self_attn.o_proj.lora_A.weight"
 ADAPTERS = [
     ({"use_dora": True}, lambda w: w, "use_dora = True"),
-    ({"alpha_pattern": {"o_proj": 2}}, lambda w: w, "alpha_pattern"),
+    ({"alpha_pattern": {"0.self_attn.o_proj": 2}}, lambda w: w, "alpha_pattern"),
     ({}, lambda w: {name.replace("o_proj", "q_proj"): value for name, value in w.items()}, "adapts .*q_proj"),
     ({}, lambda w: w | {STORED: w[STORED][:2].clone()}, "rank 4 and the model need A"),
     ({}, lambda w: w | {"extra": torch.zeros(1)}, "'extra', which is not a factor"),

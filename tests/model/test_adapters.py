@@ -1,0 +1,244 @@
+"""A LoRA adapter gives the model whose weights hold it, for every family, or is refused; peft need not be installed."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from building import random_hf, random_ids
+from layouts import ARCHITECTURES, arguments, write_family
+from safetensors.torch import load_file, save_file
+from stored.runs import open_folder
+from torch import Tensor
+
+import sinklens
+from sinklens.errors import CheckpointError
+
+RANK, ALPHA = 3, 5
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "the-base", "use_dora": False}
+PROJECTIONS = ("q_proj", "v_proj", "o_proj", "attn_out", "gate_proj", "ff_proj", "down_proj", "ff_out")
+OTHERS = ("query_key_value", "dense", "attn_qkv", "c_attn", "c_fc", "2", "linear")
+GPT2 = ("c_attn", "c_fc")
+
+
+def _matrices(weights: dict[str, Tensor]) -> list[str]:
+    """The modules that the adapter of these tests adapts, in the authors' names."""
+    paths = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return [path for path in paths if path.rpartition(".")[2] in (*PROJECTIONS, *OTHERS) and "sigma" not in path]
+
+
+def _write_adapter(folder: Path, weights: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
+    """An adapter for a checkpoint with these weights, and the weights with it."""
+    paths, tensors, merged = _matrices(weights), {}, dict(weights)
+    config = CONFIG | {"target_modules": sorted({path.rpartition(".")[2] for path in paths})} | changes
+    generator = torch.Generator().manual_seed(5)
+    for number, path in enumerate(paths):
+        rank = 2 if re.search(r"\.1\..*", path) and config.get("rank_pattern") else RANK
+        scale = (7 if number == 0 and config.get("alpha_pattern") else ALPHA) / (
+            rank**0.5 if config.get("use_rslora") else rank
+        )
+        size = weights[f"{path}.weight"].shape
+        turned = path.endswith(GPT2)
+        rows, columns = reversed(size) if turned else size
+        a, b = (torch.randn(*shape, generator=generator) / 5 for shape in ((rank, columns), (rows, rank)))
+        tensors |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
+        merged[f"{path}.weight"] = weights[f"{path}.weight"] + scale * (b @ a if not turned else (b @ a).mT)
+    if config.get("alpha_pattern"):
+        config["alpha_pattern"] = {re.escape(paths[0]): 7}
+    for name in config.get("modules_to_save") or ():
+        stored = next(one for one in weights if one.endswith(f"{name}.weight"))
+        merged[stored] = tensors[f"base_model.model.{stored}"] = weights[stored] * 1.5
+    folder.mkdir(exist_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return merged
+
+
+def _logits(folder: Path, **given: Any) -> Tensor:
+    model = sinklens.load(folder, check=False, **given)
+    ids = torch.arange(1, 9)[None] % model.cfg.d_vocab
+    timed = {"time": 0.5} if model.family in ("mdlm", "sedd", "bd3lm-owt", "duo", "gidd") else {}
+    with torch.no_grad():
+        return model(ids, **timed)
+
+
+def _copy(base: Path, to: Path, weights: dict[str, Tensor]) -> Path:
+    """The checkpoint `base` with other weights."""
+    shutil.copytree(base, to, ignore=shutil.ignore_patterns("adapter_*"))
+    save_file({name: value.contiguous() for name, value in weights.items()}, to / "model.safetensors")
+    return to
+
+
+@pytest.fixture
+def llada(tmp_path: Path) -> Path:
+    write_family(tmp_path / "base", "llada")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("name", ["mdlm", "bd3lm-owt", "duo", "sedd", "gidd", "diffugpt"])
+def test_an_adapter_of_a_network_of_its_own_is_the_checkpoint_with_it_in_its_weights(name, conformance, tmp_path):
+    reference = open_folder(conformance / name)
+    base, given = reference.write(tmp_path / "base"), {"family": reference.family}
+    merged = _write_adapter(base, load_file(base / "model.safetensors"))
+    wanted = _logits(_copy(base, tmp_path / "merged", merged), **given)
+    torch.testing.assert_close(_logits(base, **given), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*ARCHITECTURES])
+def test_an_adapter_of_any_family_is_the_checkpoint_with_it_in_its_weights(family, tmp_path):
+    write_family(base := tmp_path / "base", family)
+    merged = _write_adapter(base, load_file(base / "model.safetensors"))
+    wanted = _logits(_copy(base, tmp_path / "merged", merged), **arguments(family))
+    torch.testing.assert_close(_logits(base, **arguments(family)), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {r".*\.1\..*": 2}},
+        {"alpha_pattern": {"x": 1}},
+        {"target_modules": r".*\.(q_proj|v_proj|attn_out|ff_proj|ff_out)"},
+        {"target_modules": "all-linear", "modules_to_save": ["wte", "ln_f"]},
+        {"fan_in_fan_out": True, "lora_dropout": 0.1, "init_lora_weights": "gaussian", "bias": "none"},
+    ],
+    ids=str,
+)
+def test_options_of_peft_change_the_weights_as_peft_does(changes, llada, tmp_path):
+    """The adapter lies elsewhere; what is read from the model is what runs."""
+    merged = _write_adapter(tmp_path / "adapter", load_file(llada / "model.safetensors"), **changes)
+    plain, wanted = sinklens.load(llada), sinklens.load(_copy(llada, tmp_path / "merged", merged))
+    model = sinklens.load(llada, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(model.W_Q, wanted.W_Q)
+    assert (model.W_Q - plain.W_Q).abs().max() > 0.1
+    ids = random_ids()
+    torch.testing.assert_close(model(ids), wanted(ids), rtol=1e-4, atol=1e-4)
+    assert model.fingerprint != plain.fingerprint
+
+
+NAME = "base_model.model.model.transformer.blocks.0.q_proj.lora_A.weight"
+
+
+def _change(folder: Path, changes: dict[str, Any], rename: dict[str, str | None]) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    stored = load_file(folder / "adapter_model.safetensors")
+    for old, new in rename.items():
+        moved = {one: stored.pop(one) for one in list(stored) if old in one}
+        stored |= {one.replace(old, new): value for one, value in moved.items() if new is not None}
+    save_file(stored, folder / "adapter_model.safetensors")
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, str | None], str]] = [
+    ({"use_dora": True}, {}, "use_dora = True, which is not plain LoRA"),
+    ({"bias": "all"}, {}, "bias = 'all'"),
+    ({"peft_type": "LOHA"}, {}, "peft_type = 'LOHA'"),
+    ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa'"),
+    ({"some_new_option": 3}, {}, "some_new_option = 3"),
+    ({"r": 0}, {}, "no complete adapter of peft"),
+    ({"r": "3"}, {}, "no complete adapter of peft"),
+    ({"target_modules": "("}, {}, "no complete adapter of peft"),
+    ({"target_modules": 3}, {}, "no complete adapter of peft"),
+    ({"r": 4}, {}, "rank 4 and the model need A"),
+    ({"target_modules": ["q_proj"]}, {}, "target_modules in adapter_config.json does not name it"),
+    ({"modules_to_save": ["score"]}, {}, "names score, for which .* has no tensors"),
+    ({}, {".blocks.1.q_proj": None}, "blocks.1.q_proj, for which .* has no tensors"),
+    ({}, {".blocks.0.q_proj": ".blocks.9.q_proj"}, "adapts model.layers.9.self_attn.q_proj.weight, which .* not have"),
+    ({}, {".lora_": None}, "has no factors"),
+    ({}, {"q_proj.lora_A": "q_proj.lora_magnitude"}, "which is not a factor"),
+    ({}, {"q_proj.lora_A": None}, "the factors of .*q_proj have the shapes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "renamed", "message"), REFUSED)
+def test_what_is_not_plain_lora_of_this_model_is_refused(changes, renamed, message, llada):
+    _write_adapter(llada, load_file(llada / "model.safetensors"))
+    _change(llada, changes, renamed)
+    with pytest.raises(CheckpointError, match=message):
+        sinklens.load(llada)
+
+
+@pytest.mark.parametrize("kept", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_half_an_adapter_is_not_ignored(kept, llada, tmp_path):
+    _write_adapter(tmp_path / "whole", load_file(llada / "model.safetensors"))
+    found = tmp_path / "whole" / kept
+    (llada / kept).write_bytes(found.read_bytes() if found.is_file() else b"")
+    with pytest.raises(CheckpointError, match=r"no complete adapter of peft.*download both again"):
+        sinklens.load(llada)
+
+
+def test_an_adapter_alone_says_of_which_model_it_is(llada, tmp_path):
+    _write_adapter(tmp_path / "alone", load_file(llada / "model.safetensors"))
+    for config in (False, True):
+        if config:
+            shutil.copy(llada / "config.json", tmp_path / "alone")
+        with pytest.raises(
+            CheckpointError, match=r"only an adapter of the-base\..*sinklens\.load\('the-base', adapter="
+        ):
+            sinklens.load(tmp_path / "alone")
+
+
+def test_an_adapter_is_refused_where_it_cannot_be_merged(llada, tmp_path):
+    merged = _write_adapter(tmp_path / "one", load_file(llada / "model.safetensors"))
+    _write_adapter(llada, merged)
+    with pytest.raises(CheckpointError, match="has an adapter of its own"):
+        sinklens.load(llada, adapter=tmp_path / "one")
+    with pytest.raises(CheckpointError, match="cannot be merged into quantized weights"):
+        sinklens.load(llada, quantization="torchao-int8")
+    with pytest.raises(CheckpointError, match="adapter applies only while loading"):
+        sinklens.load(random_hf(), adapter=tmp_path / "one")
+    write_family(tied := tmp_path / "tied", "llada", tie_word_embeddings=True)
+    _write_adapter(tied, load_file(tied / "model.safetensors"), modules_to_save=["wte"])
+    with pytest.raises(CheckpointError, match=r"which config\.json ties to another weight"):
+        sinklens.load(tied)
+
+
+def test_a_model_in_memory_with_an_adapter_of_peft_is_refused():
+    hf = random_hf()
+    wrapper = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    hf.model.layers[0].self_attn.q_proj.__class__ = wrapper
+    with pytest.raises(CheckpointError, match=r"has an adapter of peft.*merge_and_unload\(\)"):
+        sinklens.load(hf)
+    with pytest.raises(CheckpointError, match=r"cannot load a PeftModel; first call peft's merge_and_unload\(\)"):
+        sinklens.load(type("PeftModel", (), {"__module__": "peft.peft_model"})())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_logits_equal_those_of_peft(family, tmp_path):
+    """Of the adapted modules of transformers' class, unmerged."""
+    peft = pytest.importorskip("peft")
+    if family == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        hf = GPT2LMHeadModel(
+            GPT2Config(vocab_size=61, n_embd=24, n_layer=2, n_head=3, n_positions=64, tie_word_embeddings=False)
+        )
+    else:
+        hf = random_hf(family, causal=True)
+    hf.save_pretrained(base := tmp_path / "base")
+    targets = ["c_attn", "c_fc", "wte", "lm_head"] if family == "gpt2" else ["q_proj", "down_proj", "embed_tokens"]
+    kept = ["ln_f"] if family == "gpt2" else ["lm_head"]
+    config = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=targets, modules_to_save=kept, use_rslora=True, rank_pattern={"1.*": 2},
+        alpha_pattern={targets[0]: 4}, init_lora_weights=False, layers_to_transform=None,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(hf.eval(), config)
+    with torch.no_grad():
+        for name, value in adapted.named_parameters():
+            if "modules_to_save" in name:
+                value.mul_(1.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = random_ids()
+    with torch.no_grad():
+        wanted = adapted.eval()(ids).logits
+    model = sinklens.load(base, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-4)
+    shutil.copytree(tmp_path / "adapter", base, dirs_exist_ok=True)
+    torch.testing.assert_close(sinklens.load(base)(ids), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(CheckpointError, match="has an adapter of peft"):
+        sinklens.load(adapted.base_model.model)
+    assert "peft" in sys.modules
