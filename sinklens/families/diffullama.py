@@ -7,7 +7,8 @@ probability 1 / (t + 1). With "confidence", the lowest proposals of the complete
 (⌊n t / T⌋ + 1)-th smallest probability, where n counts the answer's positions. Decided positions compete, too, so a
 step may leave fewer undecided than the schedule says. The last step decides everything.
 
-A position is undecided until it is decided, whatever token it holds: a drawn mask token is a decision.
+A position is undecided until it is decided, whatever token it holds: a drawn mask token is a decision, and one in the
+prompt is text.
 
 Pitfall: nothing ends an answer. Text after an end token belongs to the answer, as its length was chosen beforehand.
 """
@@ -43,6 +44,7 @@ class DiffuLlamaSettings(Steps):
     """
 
     name: ClassVar = "diffullama"
+    marks_undecided: ClassVar = True
     order: Literal["random", "confidence"] = "random"
     temperature: Annotated[float, Gt(0)] = 0.9
     top_p: Annotated[float, Gt(0), Le(1)] = 0.9

@@ -291,8 +291,14 @@ def named_family(config: dict[str, Any], where: str) -> Family:
 
 
 def class_names(config: dict[str, Any]) -> list[str]:
-    """The entries of ``architectures``."""
+    """The entries of ``architectures``.
+
+    Raises:
+        CheckpointError: it is not a name or a list.
+    """
     entries = config.get("architectures")
+    if not isinstance(entries, str | list | None):
+        raise CheckpointError(f"config.json has architectures = {entries!r}; it is a list of names of classes.")
     return [str(name) for name in ([entries] if isinstance(entries, str) else entries or ())]
 
 

@@ -45,6 +45,12 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     config.pop("quantization_config", None)  # of the weights, not of what they compute: see quantization.py
     if family.module:
         import_module(family.module)
+    nested = [key for key in ("text_config", "llm_config", "language_config") if config.get(key) is not None]
+    if nested and nested[0] not in CONFIG_MAPPING[family.architecture].sub_configs:
+        raise CheckpointError(
+            f"{where}: config.json has {nested[0]}, so it describes a model of several parts, such as images and text; "
+            f"sinklens reads {family.name} models of text alone. Load the checkpoint of the text model."
+        )
     try:
         made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
     except CheckpointError:

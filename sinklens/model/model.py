@@ -20,6 +20,7 @@ import torch
 
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.families import Family
+from sinklens.families.registry import find_sampler
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.interleaving import wait_for
@@ -162,8 +163,16 @@ class Model(ModuleMethods, SinglePasses):
         return quantized_weights(self.tree.hf)
 
     @property
+    def mask_is_text(self) -> bool:
+        """Whether the mask token is also an ordinary token that texts may contain, as in DiffuLLaMA."""
+        return find_sampler(self.checkpoint.family.sampler).marks_undecided
+
+    @property
     def special_tokens(self) -> dict[str, list[int]]:
-        """Ids of special tokens: "mask", "start" and "end" of a text, and "markup" for all others (chat headers, …)."""
+        """Ids of special tokens: "mask", "start" and "end" of a text, and "markup" for all others (chat headers, …).
+
+        "words" are mask tokens that are also words (DiffuLLaMA): where such a token is not undecided, it is one.
+        """
         mask = [] if self.mask_token_id is None else [self.mask_token_id]
         end = list(self.eos_token_ids)
         if self.tokenizer is None:
@@ -171,7 +180,10 @@ class Model(ModuleMethods, SinglePasses):
         start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
         added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
         markup = sorted((added | set(self.tokenizer.all_special_ids)) - {*mask, *start, *end})
-        return {"mask": mask, "start": [token for token in start if token not in end], "end": end, "markup": markup}
+        starts = [token for token in start if token not in end]
+        words = [token for token in mask if self.mask_is_text and token not in added]
+        found = {"mask": mask, "start": starts, "end": end, "markup": markup}
+        return found | ({"words": words} if words else {})
 
     @property
     def fingerprint(self) -> str:

@@ -33,7 +33,8 @@ def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
     settings = settings_for(model, request.settings)
     ids, real = model.encode(request.prompt, request.chat_template)
     ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
-    _refuse_masks(model, ids, real)
+    if not settings.marks_undecided:
+        _refuse_masks(model, ids, real)
     noise = _noise(request, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
     appended, before = ids[:, :0], ids.shape[1]
     for entry in request.hooks:

@@ -54,6 +54,9 @@ class Sampler(ABC):
     draws_canvas: ClassVar[bool] = False
     """Whether it begins with drawn or given tokens instead of masks."""
 
+    marks_undecided: ClassVar[bool] = False
+    """Whether it keeps the undecided positions itself, so a prompt may contain the mask token, as text."""
+
     blocks_by: ClassVar[str] = ""
     """The sampler that follows the same rule block by block, where this one has no `block_length`; "" for none."""
 

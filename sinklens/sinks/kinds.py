@@ -117,6 +117,9 @@ def kinds_of_tokens(
     kinds: dict[int, Kind] = {}
     for kind, name in ((Kind.MARKUP, "markup"), (Kind.START, "start"), (Kind.END, "end"), (Kind.MASK, "mask")):
         kinds |= dict.fromkeys(special.get(name, ()), kind)
+    for word in special.get("words", ()):
+        if word in vocabulary:
+            kinds.pop(word)
     unknown = [token for token in tokens if token not in kinds and token not in vocabulary]
     if unknown:
         raise TrackError(

@@ -7,8 +7,10 @@ from stored.folders import largest_difference
 from stored.runs import open_folder, stored_run
 
 import sinklens
-from sinklens.errors import SettingError
+from sinklens.errors import PromptError, SettingError
+from sinklens.experiments import likelihood
 from sinklens.interventions import Suffix
+from sinklens.sinks.kinds import Kind, PlaceState, kinds_of_tokens, states
 
 SHORT = {"llada-moe": {"block_length": 4}, "rnd1": {"steps": 4}}
 PROMPT = [[7, 30, 41, 9, 160, 22, 83, 105, 6]]
@@ -89,6 +91,30 @@ def test_a_drawn_mask_token_is_decided(conformance):
     assert (left[0], left[-1]) == (6, 0)
     assert left == sorted(left, reverse=True)
     assert len(set(left)) > 2
+
+
+@pytest.mark.parametrize("name", ["diffullama", "diffugpt"])
+@pytest.mark.parametrize("order", ["random", "confidence"])
+def test_the_mask_token_in_a_prompt_is_text(conformance, name, order):
+    """It is given, as in the reference code; so what a run wrote can be the next prompt, be scored and be replayed."""
+    model = open_folder(conformance / name).load()
+    mask, settings = model.mask_token_id, {"gen_length": 5, "steps": 4, "order": order, "seed": 3}
+    prompt = [5, mask, 7, mask]
+    run = sinklens.generate(model, [prompt], record_sinks=True, **settings)
+    assert run.canvas[0, :, :4].tolist() == [prompt] * run.canvas.shape[1]
+    assert not bool(run.undecided[..., :4].any())
+    assert (int(run.undecided[0, 0].sum()), int(run.undecided[0, -1].sum())) == (5, 0)
+    again = sinklens.generate(model, [prompt], replay=run, **settings)
+    assert torch.equal(again.canvas, run.canvas)
+    assert torch.equal(again.undecided, run.undecided)
+    assert bool((states(run.sinks)[0, :, :4] == PlaceState.PROMPT).all())
+    found = likelihood(model, prompt, [mask, 9], exact=True).value
+    with torch.no_grad():
+        both, first = (model(torch.tensor([[*prompt, mask, one]]))[0].log_softmax(-1) for one in (mask, 9))
+    assert found == pytest.approx(float((both[3, mask] + first[3, mask]) / 2 + both[4, 9]), abs=1e-4)
+    assert kinds_of_tokens([mask], model.special_tokens | {"words": [mask]}, {mask: " a"}) == {mask: Kind.WORD}
+    with pytest.raises(PromptError, match="contains the mask token"):
+        sinklens.generate(model, [prompt], sampler="llada", gen_length=4, steps=4)
 
 
 def test_a_suffix_is_filled_like_stored_tokens_behind_a_gap(conformance):

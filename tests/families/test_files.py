@@ -170,6 +170,9 @@ def test_integer_weights_are_rejected(tmp_path):
         (b"", r"config\.json is not valid JSON"),
         (b"\xff\xfe\x00", r"config\.json cannot be read: 'utf-8' codec"),
         (b"[]", r"config\.json contains a JSON list, not an object"),
+        (b"null", r"config\.json contains a JSON NoneType, not an object"),
+        (b"[" * 100_000, r"config\.json is not valid JSON"),
+        (b'{"d_model": ' + b"9" * 5000 + b"}", r"config\.json is not valid JSON"),
     ],
 )
 def test_a_broken_config_is_rejected(tmp_path, content, message):

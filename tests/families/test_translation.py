@@ -224,6 +224,15 @@ def test_the_attention_normalizer_is_kept_and_that_of_the_weights_left_out(famil
     assert made[0].to_dict() == made[1].to_dict()
 
 
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+@pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen2", "qwen3", "llada-moe", "rnd1"])
+def test_the_config_of_a_model_of_several_parts_is_refused(family, key):
+    """Here as a part, whose sizes transformers' class would read instead, or not at all."""
+    for part in ({"vocab_size": 9}, {}, [], 3):
+        with pytest.raises(CheckpointError, match=f"has {key}, .* of several parts.*Load the checkpoint of the text"):
+            _translated(_config(family, **{key: part}), family)
+
+
 def test_a_model_in_memory_with_an_unknown_attention_normalizer_is_rejected():
     with pytest.raises(CheckpointError, match="sinklens_attention = 'hard'; known attention normalizers"):
         load(random_hf(sinklens_attention="hard"))
@@ -244,6 +253,8 @@ def test_a_model_in_memory_with_an_unknown_attention_normalizer_is_rejected():
         ({"model_type": "refusion"}, r"model_type 'refusion' belongs to ReFusion, which moves decided slots in front"),
         ({"model_type": "qwen3", "architectures": ["ReFusionForCausalLM"]},
          r"the class 'ReFusionForCausalLM' in architectures belongs to ReFusion.* is not supported\."),
+        ({"model_type": "llada", "architectures": 3}, "architectures = 3; it is a list of names"),
+        ({"model_type": "llada", "architectures": {"a": "b"}}, "architectures = {'a': 'b'}; it is a list of names"),
         ({"model_type": "nemotron_labs_diffusion_vlm"}, r"has a vision tower"),
     ],
 )  # fmt: skip

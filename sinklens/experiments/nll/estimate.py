@@ -199,7 +199,7 @@ def check_pair(model: Model, pair: PromptAnswer, number: int) -> None:
             f"prompt {number} is empty, and {model.name} is autoregressive: its first token needs one before it. Pass "
             f"a start token as the prompt."
         )
-    if model.mask_token_id is not None and model.mask_token_id in (*pair.prompt, *pair.answer):
+    if not model.mask_is_text and model.mask_token_id in (*pair.prompt, *pair.answer):
         raise PromptError(
             f"pair {number} contains the mask token ({model.mask_token_id}); pass the text without masks, which a "
             f"likelihood draws itself."

@@ -159,10 +159,11 @@ class HookedPass:
 
     def _state(self, canvas: Tensor, real: Tensor, prompt_length: int, counted: Tensor) -> State:
         model, mask_id = self.model, self.model.mask_token_id
+        marked = mask_id is None or model.mask_is_text
         return State(
             tree=model.tree, canvas=canvas, real=real, prompt_length=prompt_length, eos_ids=model.eos_token_ids,
             eot_id=None, noise=RowNoise(self.seed, []), shift=model.family_record.shift,
-            mask_id=-1 if mask_id is None else mask_id, undecided=counted if mask_id is None else None,
+            mask_id=-1 if mask_id is None else mask_id, undecided=counted if marked else None,
         )  # fmt: skip
 
     def _context(self, state: State) -> RunContext:
