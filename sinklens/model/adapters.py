@@ -149,13 +149,7 @@ def _config(place: Path) -> dict[str, Any]:
     file = place / ADAPTER_CONFIG
     try:
         config = read_json(file)
-        for key, value in config.items():
-            allowed = _PLAIN.get(key, _EMPTY)
-            if key not in (*_READ, *_UNUSED) and value not in allowed:
-                raise CheckpointError(f"{file} has {key} = {value!r}, which is not plain LoRA; merge it with peft.")
-        if config["peft_type"] != "LORA":
-            raise ValueError("peft_type is not LORA")
-        _check_number(config["r"], int)
+        _check_number(config["r"] if "peft_type" in config else None, int)
         _check_number(config["lora_alpha"], int | float)
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern, value in (config.get(key) or {}).items():
@@ -170,6 +164,9 @@ def _config(place: Path) -> dict[str, Any]:
             _named(named, "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise _incomplete(place, error) from error
+    for key, value in config.items():
+        if key not in (*_READ, *_UNUSED) and value not in _PLAIN.get(key, _EMPTY):
+            raise CheckpointError(f"{file} has {key} = {value!r}, which is not plain LoRA; merge it with peft.")
     return config
 
 
