@@ -99,7 +99,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     except SinklensError as error:
-        print(f"sinklens: {error}", file=sys.stderr)
+        from sinklens.views.html import spelled
+
+        print(f"sinklens: {spelled(str(error), keep=chr(10))}", file=sys.stderr)  # it may quote a name from a file
         return 1
     except OSError as error:  # results have their own errors, so this is from the output or a connection
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end

@@ -19,6 +19,7 @@ from sinklens.views.html import spelled
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
+FORMULA = ("=", "+", "-", "@")
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 ON_A_PAGE = [
     "model", "condition", "total", "estimate", "low", "high", "against_unmasked_difference", "against_unmasked_low",
@@ -56,8 +57,9 @@ SHARES = {
 def formatted(table: "DataFrame", kind: str) -> str:
     """The table as text; csv has all columns, latex those that fit a page."""
     table = table.map(lambda value: spelled(value) if isinstance(value, str) else value)
-    if kind == "csv":
-        return str(table.to_csv(index=False))
+    if kind == "csv":  # a spreadsheet runs a text that begins like a formula
+        quoted = table.map(lambda value: f"'{value}" if isinstance(value, str) and value[:1] in FORMULA else value)
+        return str(quoted.to_csv(index=False))
     return str(table[ON_A_PAGE].to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format))
 
 

@@ -350,3 +350,19 @@ def test_a_closed_output_pipe_loses_no_file(tmp_path):
     assert done.stderr == ""
     assert (tmp_path / "sinks.png").is_file()
     assert (tmp_path / "answers.txt").is_file()
+
+
+def test_an_error_shows_control_characters_of_a_name_as_escapes(capsys):
+    assert main(["hooks", "a\x1b[31mb"]) == 1
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert "x1b[31mb" in error
+
+
+def test_a_text_that_begins_like_a_formula_is_quoted_in_csv():
+    from pandas import DataFrame
+
+    from sinklens.cli.printing import formatted
+
+    table = DataFrame({"model": ["=1+1", "-x", "a"], "n": [-1, 2, 3]})
+    assert formatted(table, "csv").splitlines() == ["model,n", "'=1+1,-1", "'-x,2", "a,3"]
