@@ -79,6 +79,7 @@ def evaluate(
     cache: Names = (),
     limit: Integer | None = None,
     batch: Integer = 25,
+    allow_longer: bool = False,
     shard: str = "0/1",
     engine: Literal["here", "ray"] = "here",
     cluster: Cluster = CLUSTER,
@@ -104,6 +105,7 @@ def evaluate(
             unknown name lists all (default: every step is exact)
         limit: only the first N samples (default: all)
         batch: samples that are run and recorded together
+        allow_longer: run prompts beyond the model's context, e.g. to rehearse a protocol with a small model
         shard: I/N: every N-th sample, starting at I; processes with other shards may run at once
         engine: this process, or a Ray cluster
         dry_run: run nothing; print passes, operations, time on a card and memory by batch, and, if the weights are
@@ -128,7 +130,7 @@ def evaluate(
     conditions = masking(mask_sinks, **vars(masks), seed=seed)
     shared: dict[str, Any] = {
         "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed, "shard": _shard(shard),
-        "cache": cache,
+        "cache": cache, "allow_longer": allow_longer,
     }  # fmt: skip
     workers = OnRay(**vars(cluster)) if engine == "ray" else None
     with counting("samples", out, call) as count:

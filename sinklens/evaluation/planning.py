@@ -90,7 +90,7 @@ def plan(
     )  # fmt: skip
 
 
-def _prompt_tokens(model: "Model", samples: Sequence[Sample], chat_template: bool) -> tuple[float, bool]:
+def _prompt_tokens(model: "Model", samples: Sequence[Sample], chat_template: bool | str) -> tuple[float, bool]:
     """Mean length of the prompts in tokens, of evenly spaced ones, and whether a tokenizer counted it."""
     some = samples[:: max(1, len(samples) // SAMPLED)]
     counted = model.tokenizer is not None or not any(isinstance(model_input(sample), str) for sample in some)
@@ -98,12 +98,12 @@ def _prompt_tokens(model: "Model", samples: Sequence[Sample], chat_template: boo
     return sum(each) / len(each), counted
 
 
-def _length(tokenizer: Any, sample: Sample, chat_template: bool) -> float | int:
+def _length(tokenizer: Any, sample: Sample, chat_template: bool | str) -> float | int:
     """Tokens of a prompt; a model of fake tensors cannot encode one."""
     given = model_input(sample)
     if tokenizer is None or not isinstance(given, str):
         return len(given) / (CHARACTERS if isinstance(given, str) else 1)
-    if not chat_template:
+    if chat_template is not True or not tokenizer.chat_template:
         return len(tokenizer(given).input_ids)
     turns = [{"role": "user", "content": sample.prompt}]
     text = render(tokenizer, turns, None, " of the tokenizer")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import PromptWarning, SettingError, nearest, warn_caller
 from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import make_settings, sampler_name
@@ -129,7 +129,8 @@ class EvalProtocol:
         sampler: the sampler that generates; None for that of each model's family.
         mode: how a model that changes its attention decodes, such as "autoregressive"; None for its family's way.
         shots, extractor: settings of the task, if it has them; None for the task's defaults.
-        chat_template: apply the tokenizer's chat template to the prompt.
+        chat_template: apply the tokenizer's chat template to the prompt; "plain" if it was to be applied and the
+            tokenizer has none, so that the text stays as it is.
         note: the source of the settings, and which are our choice; not part of the hash.
         published: scores measured with these settings; not part of the hash.
         unstated: what the sources leave open, or state but this package cannot repeat; not part of the hash.
@@ -140,7 +141,7 @@ class EvalProtocol:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shots: int | None = None
     extractor: str | None = None
-    chat_template: bool = False
+    chat_template: bool | str = False
     note: str = ""
     sampler: str | None = None
     published: tuple[Published, ...] = ()
@@ -181,6 +182,18 @@ class EvalProtocol:
         chosen = {"mode": self.mode, "sampler": self.sampler}
         given = self.of(self.sampler or sampler_name(model.family_record, {"mode": self.mode}))
         return {name: value for name, value in chosen.items() if value is not None} | given
+
+    def fitted(self, model: "Model") -> "EvalProtocol":
+        """For a tokenizer without a chat template, a listed protocol that asks for one becomes "plain"."""
+        listed = self.name in PROTOCOLS and PROTOCOLS[self.name].chat_template is True
+        if not (listed and self.chat_template is True) or model.tokenizer is None or model.tokenizer.chat_template:
+            return self
+        warn_caller(
+            f"the tokenizer of {model.name} has no chat template, so the prompts of {self.name} stay plain text. The "
+            f"ledger records this, and the scores are not those of the protocol.",
+            PromptWarning,
+        )
+        return replace(self, chat_template="plain")
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
         """Make the task with these settings.

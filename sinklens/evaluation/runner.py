@@ -45,6 +45,7 @@ def evaluate(
     shard: tuple[int, int] = (0, 1),
     load: dict[str, Any] | None = None,
     cache: str | Policy | Sequence[str | Policy] = (),
+    allow_longer: bool = False,
     engine: "OnRay | None" = None,
     progress: Callable[[Condition, int, int], None] | None = None,
 ) -> list[LedgerRun]:
@@ -64,6 +65,7 @@ def evaluate(
         load: keyword arguments of `sinklens.load`.
         cache: cache policies or their names; every condition is evaluated exactly and under each of them, see
             `under_caches`.
+        allow_longer: run prompts that exceed the model's context, as in `sinklens.generate`; for rehearsing a protocol.
         engine: many workers that run the batches; None for this process.
         progress: called with a condition, its number of finished samples and its total.
 
@@ -83,7 +85,8 @@ def evaluate(
     check_folder(ledger, "an evaluation")
     with ExitStack() as stack:
         workers = None if engine is None else stack.enter_context(engine)
-        plan = _planned(workers, model, protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache)
+        given = protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache, allow_longer
+        plan = _planned(workers, model, *given)
         earlier = LedgerRun.all(Path(ledger)) if holds_runs(Path(ledger)) else []
         controls = {one.name: one.control_of for one in plan.conditions}
         if note := unpaired(controls, {*controls, *(run.what["condition"]["name"] for run in earlier)}):
@@ -140,12 +143,14 @@ def estimate(
     shard: tuple[int, int] = (0, 1),
     load: dict[str, Any] | None = None,
     cache: str | Policy | Sequence[str | Policy] = (),
+    allow_longer: bool = False,
 ) -> Cost:
     """Estimate the cost of `evaluate` with the same arguments by running two batches of medium length; writes nothing.
 
     The batches run under the first and the last condition that have units left, each after a one-row warm-up run.
     """
-    plan = _planned(None, model, protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache)
+    given = protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache, allow_longer
+    plan = _planned(None, model, *given)
     work, measured = plan.missing(), list[LedgerRecord]()
     if not work:
         return Cost(0, 0, 0, 0.0, 0)
@@ -208,7 +213,7 @@ def _waits(what: Mapping[str, Any]) -> bool:
 
 def _planned(
     workers: "OnRay | None", model: Any, protocol: Any, conditions: Sequence[Condition], ledger: str | Path, task: Any,
-    limit: int | None, batch: int, seed: int, shard: Any, load: dict[str, Any] | None, cache: Any,
+    limit: int | None, batch: int, seed: int, shard: Any, load: dict[str, Any] | None, cache: Any, allow_longer: bool,
 ) -> _Plan:  # fmt: skip
     """The plan of an evaluation; see `evaluate` for the arguments and the errors."""
     every = under_caches(conditions, cache)
@@ -233,7 +238,7 @@ def _planned(
         raise SettingError(
             f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
         )
-    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed))
+    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed), allow_longer)
     found = job.identities(every) if workers is None else workers.identities(job, every)
     runs = [LedgerRun.of(Path(ledger), what) for what in found]
     return _Plan(job, every, samples, runs, batch)

@@ -88,7 +88,7 @@ class Job:
     Attributes:
         source: the model, as `sinklens.load` takes it.
         load: keyword arguments of `sinklens.load`.
-        task, protocol, seed: as in `evaluate`.
+        task, protocol, seed, allow_longer: as in `evaluate`.
     """
 
     source: Any
@@ -96,6 +96,7 @@ class Job:
     task: Task
     protocol: EvalProtocol
     seed: int = 0
+    allow_longer: bool = False
 
     @cached_property
     def model(self) -> "Model":
@@ -110,7 +111,7 @@ class Job:
             PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that
                 the model cannot generate; nothing has been written yet.
         """
-        model, task, protocol = self.model, self.task, self.protocol
+        model, task, protocol = self.model, self.task, self.protocol.fitted(self.model)
         settings = settings_for(model, protocol.run_settings(model))
         for condition in conditions:
             if condition.cache is not None:
@@ -149,10 +150,10 @@ class Job:
         started, model, protocol = time.perf_counter(), self.model, self.protocol
 
         def run_with(hooks: Sequence[Intervention], record: Record) -> "Generation":
-            prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
+            prompts = [token_ids(model, sample, protocol.fitted(model).chat_template) for sample in batch.samples]
             return generate(
                 model, prompts, seed=self.seed, hooks=hooks, record_sinks=record, progress=False,
-                cache=batch.condition.cache, **protocol.run_settings(model),
+                cache=batch.condition.cache, allow_longer=self.allow_longer, **protocol.run_settings(model),
             )  # fmt: skip
 
         def unmasked(folder: str) -> Any:
@@ -195,20 +196,20 @@ def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
     )
 
 
-def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
-    """The ids of a prompt, as one user turn or as plain text, followed by the given opening of its answer.
+def token_ids(model: "Model", sample: Sample, chat_template: bool | str) -> list[int]:
+    """The ids of a prompt, as one user turn (True) or as plain text, followed by the given opening of its answer.
 
     Raises:
         PromptError: the model has no tokenizer, or no chat template although one is requested.
     """
     given = model_input(sample)
     if not isinstance(given, str):
-        if chat_template:
+        if chat_template is True:
             raise PromptError(
                 f"{sample.id} consists of token ids, to which a chat template cannot be applied; drop it."
             )
         return list(given)
-    if not chat_template:
+    if chat_template is not True:
         return model.encode(sample.prompt + sample.opening)[0][0].tolist()
     tokenizer: Any = model.tokenizer
     opening = list(tokenizer(sample.opening, add_special_tokens=False).input_ids) if sample.opening else []

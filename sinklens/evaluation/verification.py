@@ -1,9 +1,9 @@
 """Verify a checkpoint: is it what it should be, does sinklens show what it computes, does the study hold for it?
 
-`verify` runs a list of checks. The first ones are about the checkpoint: fingerprint, self-check,
-a fixed prompt, accuracy beside the published score. The others are statements of the study (Rulli et al., 2510.15731):
-sinks exist, they move over the steps, and masking K of them costs little. Each check states what was expected, what was
-found with its interval, and whether they fit. A report is written as JSON and as a Markdown table.
+`verify` runs a list of checks. The first ones are about the checkpoint: fingerprint, self-check, signs of damage
+(soundness.py), a fixed prompt, accuracy beside the published score. The others are statements of the study (Rulli et
+al., 2510.15731): sinks exist, they move over the steps, and masking K of them costs little. Each check states what was
+expected, what was found with its interval, and whether they fit. A report is written as JSON and as a Markdown table.
 
 Caveat: with 50 problems an accuracy is known to about 0.13, so a check that passes excludes only large errors. A
 statement with an interval that includes both outcomes is open, neither right nor wrong. Only the
@@ -23,6 +23,7 @@ from sinklens.errors import SelfCheckError, SettingError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
+from sinklens.evaluation.soundness import Damage, damage_checks
 from sinklens.evaluation.tables import frame
 from sinklens.model import selfcheck
 from sinklens.runs import generate
@@ -214,8 +215,12 @@ def verify(
         unmasked = table[table["condition"] == "unmasked"].iloc[0]
         number, departs = int(unmasked["total"]), str(unmasked["departs"])
         accuracy = Estimate(unmasked["estimate"], unmasked["low"], unmasked["high"], number)
-        checks += [prompt_check(model), accuracy_check(accuracy, stated, departs if score is None else "")]
-        given = {"chat_template": chosen.chat_template} | chosen.run_settings(model)
+        checks += [
+            *map(_of_damage, damage_checks(model)),
+            prompt_check(model),
+            accuracy_check(accuracy, stated, departs if score is None else ""),
+        ]
+        given = {"chat_template": chosen.fitted(model).chat_template is True} | chosen.run_settings(model)
         some = list(task.samples(problems))[:DESCRIBED]
         tracks: list[Any] = [generate(model, model_input(one), progress=False, **given).sinks for one in some]
         causal = model.checkpoint.family.causal
@@ -245,6 +250,11 @@ def self_check(model: "Model") -> Check:
     except SelfCheckError as error:
         return Check("self-check", "failed", expected, str(error))
     return Check("self-check", "passed", expected, "they do")
+
+
+def _of_damage(one: Damage) -> Check:
+    outcomes: dict[bool | None, Outcome] = {True: "failed", False: "passed", None: "open"}
+    return Check(one.name, outcomes[one.suspicious], one.expected, "suspicious: " * bool(one.suspicious) + one.found)
 
 
 def prompt_check(model: "Model") -> Check:

@@ -33,6 +33,7 @@ from sinklens.hooks.front import HookPair
 from sinklens.hooks.tree import HookTree
 
 TOKENS = 6
+EDITED = 2  # tokens of the passes with edits, whose rows are many: two keys suffice to hide one
 TIME = 0.5
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
@@ -201,9 +202,9 @@ def _silent(tree: HookTree, run: Run) -> list[str]:
         return changed
 
     hooks: list[HookPair] = [(name, edit) for name in rows]
-    before = run(len(kinds), TOKENS, hooks)
+    before = run(len(kinds), EDITED, hooks)
     editing = True
-    after = run(len(kinds), TOKENS, hooks)
+    after = run(len(kinds), EDITED, hooks)
     return [kind for row, kind in enumerate(kinds) if _same(tree, before[row], after[row])]
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from sinklens import load
-from sinklens.errors import SettingError, TaskError
+from sinklens.errors import PromptError, PromptWarning, SettingError, TaskError
 from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, EvalProtocol
+from sinklens.evaluation.conditions import UNMASKED
 from sinklens.evaluation.protocols import Published, departures, find_protocol
+from sinklens.evaluation.units import Batch, Job
 from sinklens.families import settings_for
 from sinklens.families.samplers import make_settings
 from sinklens.tasks import NAMES
+from sinklens.tasks.prompts import Prompts
 from sinklens.utils.estimates import proportion
 from training import RECIPES, write_untrained
 
@@ -183,3 +186,42 @@ def test_a_published_score_is_of_its_checkpoint_under_any_path():
     assert score.of("/data/LLaDA-8B-Base/")
     assert not score.of("b/LLaDA-8B-Instruct")
     assert score.accuracy == proportion(5, 10)
+
+
+@pytest.mark.parametrize(
+    ("names", "setting", "unstated"),
+    [
+        (("mmlu", "arc_easy", "hellaswag", "race"), ("mc_batch", 32), "appends an end token"),
+        (("mmlu_generative", "mmlu_pro", "mbpp_instruct", "humaneval"), None, "own copy of lm-evaluation-harness"),
+    ],
+)
+def test_dreams_protocols_say_how_its_scripts_differ(names, setting, unstated):
+    for name in names:
+        found = (PROTOCOLS | HARNESS_PROTOCOLS)[f"dream-base-{name}" if setting else f"dream-{name}"]
+        assert any(unstated in one for one in found.unstated)
+        assert setting is None or found.settings[setting[0]] == setting[1]
+
+
+def test_a_listed_protocol_stays_plain_text_without_a_chat_template(tiny_llada, tmp_path):
+    def ledger(protocol):
+        task = Prompts(path)
+        job = Job(tiny_llada, {}, task, replace(protocol, task="prompts"))
+        return job.identities([UNMASKED])[0], job.carry_out(Batch(UNMASKED, (task.samples()[0],)))
+
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "Question: 1 + 1?", "expected": "2"}\n')
+    short = PROTOCOLS["llada-gsm8k"].with_settings({"gen_length": 8, "steps": 2, "block_length": 8})
+    with pytest.warns(PromptWarning, match="has no chat template, so the prompts of llada-gsm8k stay plain text"):
+        what, records = ledger(short)
+    assert what["protocol"]["chat_template"] == "plain"
+    assert "chat_template plain, not True" in departures(what)
+    _, plain = ledger(replace(short, chat_template=False))
+    assert records[0]["tokens"] == plain[0]["tokens"]
+    with pytest.raises(PromptError, match="has no chat template"):
+        ledger(replace(short, name="my own"))
+    long = Job(tiny_llada, {}, Prompts(path), replace(short, task="prompts", chat_template=False), allow_longer=True)
+    sample = replace(Prompts(path).samples()[0], prompt="Question: " + "1 + 1 = 2. " * 60)
+    with pytest.warns(PromptWarning, match="the model was not made for such distances"):
+        assert len(long.carry_out(Batch(UNMASKED, (sample,)))) == 1
+    with pytest.raises(PromptError, match="tiny-llada has 128 positions"):
+        replace(long, allow_longer=False).carry_out(Batch(UNMASKED, (sample,)))
