@@ -497,6 +497,26 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
         assert opened.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)") == best.tolist()
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize("kept", [[15], [4, 15], [23, 2], [0, 9], [], [11, 12]])
+def test_a_page_opens_with_the_nearest_step_it_holds_and_names_it(browser, tiny_llada, tmp_path, kept):
+    record = Record(patterns=[(step, layer) for step in kept for layer in (0, 2)])
+    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, record_sinks=record)
+    browser.open(report(run, tmp_path / "page.html"))
+    browser.wait("return document.getElementById('pattern').dataset.cells")
+    held = sorted(kept) or [0, 8, 15, 23]
+    for step in (0, 13):
+        browser.js(
+            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
+            step,
+        )
+        nearest = min(held, key=lambda one: abs(one - step))
+        text = f"Step {nearest} is shown" + ("." if nearest == step else f", the nearest to step {step}.")
+        browser.wait(f"return document.getElementById('attention-text').textContent.endsWith('{text}')")
+        label = f"Attention of step {nearest}, layer"
+        browser.wait(f"return document.getElementById('pattern').ariaLabel.startsWith('{label}')")
+
+
 # Again at every look: a frame out of view does not draw, and a figure above that is drawn later moves it there.
 IN_VIEW = "document.getElementById('circuits').scrollIntoView();"
 SELECTED = "['step', 'layer'].map(part => document.getElementById('attention-' + part).value).join('/') + '/all'"

@@ -30,9 +30,15 @@ function heldLayers(step) {
 const nearestStep = () => heldSteps().reduce((best, step) => (Math.abs(step - info.steps[view.step]) < Math.abs(best - info.steps[view.step]) ? step : best));
 
 function fillAttention() {
-  byId("attention-text").textContent = `Queries (rows) attend to keys (columns).${run.attention.note}`;
   write(byId("attention-step"), ...heldSteps().map((step) => option(step, step)));
   write(byId("attention-head"), ...every(H).map((head) => option(head, head)));
+}
+
+// Says which of the steps that the page holds is shown.
+function nameStep() {
+  const { places, note } = run.attention, now = info.steps[view.step];
+  const nearest = shown.step !== now && shown.step === nearestStep() ? `, the nearest to step ${now}` : "";
+  byId("attention-text").textContent = `Queries (rows) attend to keys (columns).${note}${places ? ` Step ${shown.step} is shown${nearest}.` : ""}`;
 }
 
 function fillLayers(asked) {
@@ -65,6 +71,7 @@ async function showAttention(wish) {
   }
   hideParts(false);
   byId("attention-why").hidden = true;
+  nameStep();
   drawPattern();
   drawCircuitsSoon();
 }
@@ -191,7 +198,7 @@ function followHead() {
 function followStep() {
   if (!shown.ready) return;
   clearTimeout(shown.later);
-  if (nearestStep() === askedNow().step) return;
+  if (nearestStep() === askedNow().step) return shown.map && nameStep();
   shown.later = setTimeout(() => shown.ready && showAttention({ step: nearestStep() }).catch(fail), run.attention.places ? 0 : 120);
 }
 
@@ -270,14 +277,12 @@ function listenAttention() {
   }, { rootMargin: "300px" }).observe(byId("circuits"));
 }
 
-// Shows the attention of the run on the page: of the layer shown, and of the step in the middle of those it holds.
+// Shows the attention of the run on the page: of the step shown, or the nearest that it holds, and of the layer shown.
 function startAttention() {
   const { places, why } = run.attention, none = places !== null && !places.length;
   byId("attention-choice").hidden = none;
   shown.ready = !none;
   if (none) { clearAttention(why); return; }
-  const best = places ? places.filter(([, layer]) => layer === view.layer) : [[info.steps[view.step], Math.max(0, view.layer)]];
-  const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
   fillAttention();
-  showAttention({ step, layer, head: Math.max(0, view.head) }).then(() => performance.mark("attention")).catch(fail);
+  showAttention({ step: nearestStep(), layer: Math.max(0, view.layer), head: Math.max(0, view.head) }).then(() => performance.mark("attention")).catch(fail);
 }

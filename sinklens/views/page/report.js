@@ -19,7 +19,7 @@ function heldAttention({ places, block, cells, why }) {
   const value = (level) => (level / 255) ** 2;
   return {
     why, cells, places,
-    note: ` This page holds steps ${[...new Set(places.map(([step]) => step))].join(", ")}; the nearest one is shown.`,
+    note: ` This page holds steps ${[...new Set(places.map(([step]) => step))].join(", ")}.`,
     async read(step, layer) {
       const side = places.find(([s, l]) => s === step && l === layer)[2];
       return { map: new Uint8Array(await readBytes(`pattern-${step}-${layer}`)), side, block, value };
