@@ -9,12 +9,18 @@ reason, and the lab opens.
 
 A run that cannot be written, e.g. to a full disk, is held in memory.
 
-Limitation: two labs may write to one folder, but each lists only the runs that were there when it started.
+Only regular files of the folder are opened, of at most `MOST_BYTES`: a device or a pipe never ends, and a link may lead
+anywhere.
+
+Two labs may share a folder, since a run's file has a random name and is never changed. Each lists only the runs that
+were there when it started.
 """
 
 import json
 import math
+import os
 import re
+import stat
 import tempfile
 import time
 import warnings
@@ -22,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
@@ -38,6 +44,8 @@ if TYPE_CHECKING:
     from sinklens.live.execution import LiveRun
 
 IN_MEMORY = 4  # outcomes that are not read again
+MOST_BYTES = 4_000_000_000  # of a run's file
+MOST_RECORD = 64_000_000  # bytes of a record
 MOST_UNWRITTEN = 64  # outcomes that are held because they could not be written
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ENDED = ("done", "cancelled", "failed")
@@ -120,6 +128,8 @@ class RunHistory:
             raise SinklensError(
                 f"could not create {self.folder}: {error}. Choose another folder for --keep."
             ) from error
+        if (self.folder / "runs").is_symlink():
+            raise SinklensError(f"{self.folder / 'runs'} is a link. Remove it, or choose another folder for --keep.")
 
     def runs(self) -> list[LabRun]:
         """The runs in the folder, oldest first, with those that cannot be read."""
@@ -135,6 +145,9 @@ class RunHistory:
         _limited(self._unwritten, run, outcome, MOST_UNWRITTEN)
         record = json.dumps({"summary": summary, "spec": spec, "outcome": outcome.record()})
         arrays = {name: getattr(outcome, name) for name in ARRAYS}
+        size = sum(array.nbytes for array in arrays.values())
+        if size > MOST_BYTES - MOST_RECORD or 4 * len(record) > MOST_RECORD:
+            raise SinklensError(f"the run has {size:,} bytes, too many for a file of the lab.")
         with atomic_write(self._file(run)) as part, part.open("wb") as file:
             np.savez(file, allow_pickle=False, record=np.array(record), **arrays)
         del self._unwritten[run]
@@ -153,15 +166,24 @@ class RunHistory:
             record, arrays = _read(self._file(run), ARRAYS)
             outcome = RunOutcome.from_record(record["outcome"], arrays)
         except Exception as error:  # NumPy may raise anything for a damaged or forged file
-            raise Refused(f"the run's file can no longer be read: {error}. Run it again.", 410) from error
+            raise Refused(
+                f"the run's file can no longer be read: {str(error).rstrip('.')}. Run it again.", 410
+            ) from error
         _limited(self._recent, run, outcome, IN_MEMORY)
         return outcome
 
     def remove(self, run: str) -> None:
-        """Delete a run's file."""
+        """Delete a run's file.
+
+        Raises:
+            SinklensError: it cannot be deleted.
+        """
+        try:
+            self._file(run).unlink(missing_ok=True)
+        except OSError as error:
+            raise SinklensError(f"could not delete {self._file(run)}: {error}. Delete it by hand.") from error
         self._recent.pop(run, None)
         self._unwritten.pop(run, None)
-        self._file(run).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Delete the folder if it is a temporary one."""
@@ -181,12 +203,31 @@ def _limited(kept: OrderedDict[str, RunOutcome], run: str, outcome: RunOutcome, 
 
 def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The record of a run's file, and some of its arrays."""
-    with ZipFile(file) as archive:  # so that a small file cannot fill the memory
-        require(all(part.compress_type == ZIP_STORED for part in archive.infolist()), "its arrays are compressed.")
-    with np.load(file, allow_pickle=False) as arrays:
-        record = read_json(str(arrays["record"]), "its record")
-        require(isinstance(record, dict), "its record is not an object.")
-        return record, {name: arrays[name] for name in names}
+    with _opened(file) as opened:
+        with ZipFile(opened) as archive:  # so that a small file cannot fill the memory
+            parts, size = archive.infolist(), os.fstat(opened.fileno()).st_size
+            require(all(part.compress_type == ZIP_STORED for part in parts), "its arrays are compressed.")
+            require(sum(part.file_size for part in parts) <= size, "its arrays overlap.")
+            require(archive.getinfo("record.npy").file_size <= MOST_RECORD, "its record is too large.")
+        opened.seek(0)
+        with np.load(opened, allow_pickle=False) as arrays:
+            record = read_json(str(arrays["record"]), "its record")
+            require(isinstance(record, dict), "its record is not an object.")
+            return record, {name: arrays[name] for name in names}
+
+
+def _opened(file: Path) -> BinaryIO:
+    """A run's file, opened; the folder of all runs is two above it."""
+    place = Path(os.path.realpath(file))
+    require(os.path.lexists(file), "it was deleted.")
+    require(place.is_relative_to(file.parents[1].resolve()), "it is a link that leads out of the folder; remove it.")
+    require(place.is_file(), "it is not a regular file; remove it.")  # before it is opened, which can act on a device
+    opened = os.fdopen(os.open(place, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    state = os.fstat(opened.fileno())  # of what was opened: the name may mean another file by now
+    if stat.S_ISREG(state.st_mode) and state.st_size <= MOST_BYTES:
+        return opened
+    opened.close()
+    raise Refused(f"it has {state.st_size:,} bytes, and a run at most {MOST_BYTES:,}; remove it.")
 
 
 def _found(file: Path) -> LabRun:

@@ -104,9 +104,9 @@ class Session:
         with self._lock:
             run = self.run(run_id)
             self.cancel(run_id)
+            self.history.remove(run_id)
             run.removed = True
             del self._runs[run_id]
-            self.history.remove(run_id)
             self.events.add("removed", run=run_id)
 
     def show(self, body: Any) -> None:

@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ import sinklens
 from sinklens.errors import SinklensError
 from sinklens.live import session
 from sinklens.live.execution import LiveRun
-from sinklens.live.history import RunHistory
+from sinklens.live.history import MOST_BYTES, RunHistory
 from sinklens.live.loading import lab_models
 from sinklens.live.outcome import ARRAYS, RunOutcome
 from sinklens.live.refusal import Refused
@@ -65,6 +68,82 @@ def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
     assert (cut.id, cut.status, cut.damaged, good.id) == ("cut", "failed", True, "good")
     assert good.spec == RunSpec.from_json(SPEC)
     assert good.facts["text"] == "a"
+
+
+def other_files(folder: Path) -> dict[str, str]:
+    """Files that are no run of a folder, and what is said of each."""
+    runs, elsewhere = folder / "keep" / "runs", folder / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(runs / "good.npz", elsewhere / "run.npz")
+    named = {"zero": "/dev/zero", "null": "/dev/null", "stdin": "/proc/self/fd/0", "run": elsewhere / "run.npz"}
+    for name, target in named.items():
+        (runs / f"{name}.npz").symlink_to(target)
+    (runs / "none.npz").symlink_to("none")
+    (runs / "loop.npz").symlink_to("loop.npz")
+    (runs / "folder.npz").mkdir()
+    os.mkfifo(runs / "pipe.npz")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(runs / "socket.npz"))
+    listener.close()
+    with (runs / "huge.npz").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with ZipFile(runs / "record.npz", "w") as archive, archive.open("record.npy", "w") as part:
+        for _ in range(65):
+            part.write(bytes(1_000_000))
+    with ZipFile(runs / "overlap.npz", "w") as archive:
+        archive.writestr("record.npy", bytes(1000))
+        archive.filelist.extend(archive.filelist * 9)
+    links, irregular = "it is a link that leads out of the folder; remove it", "it is not a regular file"
+    return dict.fromkeys(named, links) | dict.fromkeys(("none", "loop", "folder", "pipe", "socket"), irregular) | {
+        "huge": "it has 4,000,000,001 bytes, and a run at most 4,000,000,000; remove it",
+        "record": "its record is too large", "overlap": "its arrays overlap",
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+def test_only_regular_files_of_the_folder_are_read(run, tmp_path):
+    """When the lab opens, and when a file that was a run is read again."""
+    history = RunHistory(tmp_path / "keep")
+    history.save("good", SUMMARY, SPEC, RunOutcome.of(run))
+    said = other_files(tmp_path)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    errors = {found.id: found.facts["error"] for found in RunHistory(tmp_path / "keep").runs()}
+    assert errors.pop("good") is None
+    assert set(errors) == set(said)
+    for name, text in said.items():
+        assert text in errors[name], errors[name]
+        with pytest.raises(Refused, match="the run's file can no longer be read") as caught:
+            history.load(name)
+        assert text in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000
+    with pytest.raises(SinklensError, match=r"could not delete .*folder\.npz.* Delete it by hand"):
+        history.remove("folder")
+    history.remove("run")
+    assert (tmp_path / "elsewhere" / "run.npz").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "runs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SinklensError, match=r"other/runs is a link\. Remove it, or choose another"):
+        RunHistory(tmp_path / "other")
+
+
+def test_labs_that_share_a_folder_overwrite_nothing(tiny_llada, tmp_path):
+    """Two labs write at once; a third lists the runs of both, and one that another deleted is named as gone."""
+    labs = [Session(lab_models([model]), tmp_path) for model in (tiny_llada, "tiny-llada")]
+    body = {"prompt": "Question: 1", "settings": {"gen_length": 2}}
+    mine = [[opened.submit(body | {"seed": seed}) for seed in range(4)] for opened in labs]
+    for opened, runs in zip(labs, mine, strict=True):
+        assert {finished(opened, run) for run in runs} == {"done"}
+    third = Session(lab_models([tiny_llada]), tmp_path)
+    assert {run["id"] for run in third.runs()} == {*mine[0], *mine[1]}
+    canvas = {run: labs[at].outcome(run)[1].canvas for at in range(2) for run in mine[at]}
+    for run, expected in canvas.items():
+        np.testing.assert_array_equal(third.outcome(run)[1].canvas, expected)
+    labs[0].remove(mine[0][0])
+    with pytest.raises(Refused, match=r"the run's file can no longer be read: it was deleted\. Run it again\."):
+        third.outcome(mine[0][0])
+    third.remove(mine[0][0])
+    for opened in (*labs, third):
+        opened.close()
 
 
 DAMAGED = {  # name: (what differs in the summary, what differs in the record, text)
