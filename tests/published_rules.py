@@ -146,25 +146,44 @@ def guided(oracle: Oracle, ids: Ids, blind: Ids, scale: float, seen: Seen) -> li
 
 
 class UndeterminedError(Exception):
-    """A choice among equal scores, which the published code leaves to the order of `torch.topk`."""
+    """A choice among scores so close that rounding decides it."""
 
 
-def top(places: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
+def top(places: Sequence[int], scores: Sequence[float], count: int, ranked: Sequence[int] | None = None) -> list[int]:
     """The `count` places of highest score, the best one first.
 
+    Args:
+        ranked: what the published `torch.topk` ranks, places without a score last; None where no call is known.
+
     Raises:
-        UndeterminedError: the last place inside and the first one outside have the same score.
+        UndeterminedError: rounding could make another of the last place inside and the first one outside.
     """
     order = sorted(range(len(places)), key=lambda number: -scores[number])
-    if 0 < count < len(order) and scores[order[count - 1]] - scores[order[count]] < 1e-12:
+    if 0 < count < len(order):
+        distance = scores[order[count - 1]] - scores[order[count]]
+        if distance == 0 and ranked is not None:
+            given = dict(zip(places, scores, strict=True))
+            full = torch.tensor([given.get(place, -math.inf) for place in ranked], dtype=torch.float64)
+            return [ranked[number] for number in full.topk(count).indices.tolist()]
+        if distance < 1e-12:
+            raise UndeterminedError
+    return [places[number] for number in order[:count]]
+
+
+def leftmost_best(places: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
+    """The `count` places of highest score as `torch.argmax` or a stable sort finds them: equal ones from the left."""
+    order = sorted(range(len(places)), key=lambda number: -scores[number])
+    if 0 < count < len(order) and 0 < scores[order[count - 1]] - scores[order[count]] < 1e-12:
         raise UndeterminedError
     return [places[number] for number in order[:count]]
 
 
-def above_or_top(places: Sequence[int], scores: Sequence[float], count: int, threshold: float) -> list[int]:
+def above_or_top(
+    places: Sequence[int], scores: Sequence[float], count: int, threshold: float, ranked: Sequence[int]
+) -> list[int]:
     """All above the threshold if these are at least `count`, else the `count` best."""
     high = [place for place, score in zip(places, scores, strict=True) if score > threshold]
-    return high if len(high) >= count else top(places, scores, count)
+    return high if len(high) >= count else top(places, scores, count, ranked)
 
 
 def shares(total: int, steps: int) -> list[int]:
@@ -172,12 +191,12 @@ def shares(total: int, steps: int) -> list[int]:
     return [total // steps + (1 if step < total % steps else 0) for step in range(steps)]
 
 
-def by_factor(places: Sequence[int], scores: Sequence[float], factor: float) -> list[int]:
+def by_factor(places: Sequence[int], scores: Sequence[float], factor: float, ranked: Sequence[int]) -> list[int]:
     """Ranks before the first that misses 1 − f / (r + 1); the first always passes, the last if it alone fails."""
-    ranked, kept = sorted(scores, reverse=True), 1
-    while kept < len(ranked) and ranked[kept] >= 1 - factor / (kept + 2):
+    falling, kept = sorted(scores, reverse=True), 1
+    while kept < len(falling) and falling[kept] >= 1 - factor / (kept + 2):
         kept += 1
-    return top(places, scores, len(places) if kept == len(places) - 1 else kept)
+    return top(places, scores, len(places) if kept == len(places) - 1 else kept, ranked)
 
 
 def shifted(logits: list[list[float]]) -> list[list[float]]:
@@ -214,9 +233,9 @@ def llada(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
                 rows = [without(row, oracle.ends) for row in rows] if given["confidence_eos_eot_inf"] else rows
                 scores = [softmax(row)[token] for row, token in zip(rows, tokens, strict=True)]
             if given["factor"] is not None:
-                chosen = by_factor(places, scores, given["factor"])
+                chosen = by_factor(places, scores, given["factor"], range(len(ids)))
             else:
-                chosen = top(places, scores, count if given["by_quota"] else 1)
+                chosen = top(places, scores, count if given["by_quota"] else 1, range(len(ids)))
                 if given["threshold"] is not None:
                     chosen += [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
             ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
@@ -276,14 +295,14 @@ def dream(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
             if given["tokens_per_step"]:
                 budget = min(given["tokens_per_step"] + refused, len(places))
                 high = sum(score >= given["threshold"] for score in scores)
-                chosen = top(places, scores, max(1, min(budget, high)))
+                chosen = top(places, scores, max(1, min(budget, high)), range(len(ids)))
                 refused = budget - len(chosen) + sum(tokens[places.index(place)] == oracle.mask for place in chosen)
             else:
                 count = due(len(places), when, step)
                 if given["alg_temp"]:
                     chosen = gumbel_top(places, scores, count, given["alg_temp"], noise)
                 else:
-                    chosen = top(places, scores, count)
+                    chosen = top(places, scores, count, range(len(ids)))
                 if given["threshold"] is not None:
                     chosen += [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
         ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
@@ -312,10 +331,10 @@ def dream_blocks(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             if step == 0:
                 chosen = places
             elif given["threshold"] is None:
-                chosen = top(places, scores, due(len(places), when, step))
+                chosen = top(places, scores, due(len(places), when, step), range(len(ids)))
             else:
                 high = [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
-                chosen = top(places, scores, 1) + high
+                chosen = top(places, scores, 1, range(len(ids))) + high
             ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
             yield ids
 
@@ -367,7 +386,7 @@ def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> I
         ]
         if given["alg"] == "p2":
             count = int(torch.tensor(float(len(places))) * (1 - (step + 1) / steps))
-            lowest = top(places, [-score for score in scores], count)
+            lowest = leftmost_best(places, [-score for score in scores], count)
             ids = with_tokens(ids, [place for place in masked if place not in lowest], tokens)
             ids = [oracle.mask if place in lowest else token for place, token in enumerate(ids)]
         else:
@@ -375,7 +394,7 @@ def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> I
             if given["alg_temp"]:
                 chosen = gumbel_top(places, scores, count, given["alg_temp"], noise)
             else:
-                chosen = top(places, scores, count)
+                chosen = top(places, scores, count, range(len(ids)))
             ids = with_tokens(ids, chosen, tokens)
         yield ids
 
@@ -396,7 +415,8 @@ def rnd1(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
             chosen = places
         elif given["eb_gamma"] is None:
             keep = int((torch.tensor([[given["gen_length"]]]) * (left / steps)).long())
-            chosen = top(places, [-value for value in entropy], max(0, len(places) - keep))
+            left_out = top(places, entropy, min(keep, len(places)), range(len(ids)))
+            chosen = [place for place in places if place not in left_out]
         else:
             scores = [row[token] for row, token in zip(rows, tokens, strict=True)]
             order = top(range(len(places)), scores, len(places))
@@ -443,9 +463,9 @@ def sdar(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
             if strategy == "sequential":
                 chosen = places[:count]
             elif strategy == "low_confidence_static":
-                chosen = top(places, scores, count)
+                chosen = top(places, scores, count, range(first, first + size))
             elif strategy == "low_confidence_dynamic":
-                chosen = above_or_top(places, scores, count, given["threshold"])
+                chosen = above_or_top(places, scores, count, given["threshold"], range(first, first + size))
             else:
                 entropy = [jet_entropy(row) for row in rows]
                 total, kept = 0.0, 0
@@ -471,7 +491,7 @@ def llada2(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterat
             rows = greedy_or_truncated(oracle.logits(ids, blocks_of(size)), places, given)
             tokens = drawn(rows, given, noise)
             scores = [probs[token] for probs, token in zip(rows, tokens, strict=True)]
-            chosen = above_or_top(places, scores, count, given["threshold"])
+            chosen = above_or_top(places, scores, count, given["threshold"], range(first, first + size))
             ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
             yield ids
             now = any(ids[place] in oracle.ends for place in chosen)
@@ -492,7 +512,8 @@ def llada21(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Itera
     size, start = given["block_length"], len(prompt)
     ids = prompt + [oracle.mask] * (-(-(start + given["gen_length"]) // size) * size - start)
     for first in range(start // size * size, len(ids), size):
-        places, before, after = list(range(max(first, start), first + size)), 0, 0
+        block, places = range(first, first + size), list(range(max(first, start), first + size))
+        before, after = 0, 0
         while True:
             masked = oracle.masks(ids, places)
             before, after = before + bool(masked), after + (not masked)
@@ -501,7 +522,8 @@ def llada21(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Itera
             rows = greedy_or_truncated(oracle.logits(ids, blocks_of(size)), places, given)
             tokens = dict(zip(places, drawn(rows, given, noise), strict=True))
             scores = {place: row[tokens[place]] for place, row in zip(places, rows, strict=True)}
-            chosen = above_or_top(masked, [scores[p] for p in masked], given["num_to_transfer"], given["threshold"])
+            own = [scores[place] for place in masked]
+            chosen = above_or_top(masked, own, given["num_to_transfer"], given["threshold"], block)
             edits = [
                 place
                 for place in places
@@ -527,7 +549,7 @@ def bd3lm_plan(masks: int, steps: int) -> list[int]:
 
 
 def of_gumbel(
-    rows: list[list[float]], places: list[int], count: int, given: Settings, noise: Noise
+    rows: list[list[float]], places: list[int], count: int, given: Settings, noise: Noise, ranked: Sequence[int]
 ) -> tuple[list[int], dict[int, int]]:
     """The positions that a step of dLLM's samplers decides, and its proposals."""
     tokens = gumbel(rows, given["temperature"], noise)
@@ -535,7 +557,7 @@ def of_gumbel(
         scores = noise.single(len(places))
     else:
         scores = [softmax(row)[token] for row, token in zip(rows, tokens, strict=True)]
-    return top(places, scores, count), dict(zip(places, tokens, strict=True))
+    return top(places, scores, count, ranked), dict(zip(places, tokens, strict=True))
 
 
 def bd3lm(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
@@ -552,7 +574,7 @@ def bd3lm(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
             blind = [oracle.mask] * start + ids[start:]
             logits = guided(oracle, ids, blind, given["cfg_scale"], blocks_of(size, lead))
             logits = shifted(logits) if given["right_shift_logits"] else logits
-            chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise)
+            chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise, inside)
             ids = with_tokens(ids, chosen, tokens)
             yield ids
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
@@ -564,7 +586,8 @@ def bd3lm_card(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> It
     size, start = given["block_length"], len(prompt)
     ids = prompt + [oracle.mask] * given["gen_length"]
     for first in range(start // size * size, len(ids), size):
-        inside = range(max(first, start), min(first + size, len(ids)))
+        block = range(first, min(first + size, len(ids)))
+        inside = range(max(first, start), block.stop)
         sealed = start if first <= start else 0
 
         def seen(query: int, key: int, sealed: int = sealed) -> bool:
@@ -577,7 +600,7 @@ def bd3lm_card(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> It
                 break
             blind = [token if place in inside else oracle.mask for place, token in enumerate(ids)]
             logits = guided(oracle, ids, blind, given["cfg_scale"], seen)
-            chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise)
+            chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise, block)
             ids = with_tokens(ids, chosen, tokens)
             yield ids
             if given["stop"] and any(ids[place] in oracle.ends for place in inside):
@@ -607,7 +630,7 @@ def fast_dllm_v2(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             tokens = drawn(rows, given, noise)
             scores = [probs[token] for probs, token in zip(rows, tokens, strict=True)]
             high = [place for place, score in zip(places, scores, strict=True) if score > given["threshold"]]
-            ids = with_tokens(ids, top(places, scores, 1) + high, dict(zip(places, tokens, strict=True)))
+            ids = with_tokens(ids, leftmost_best(places, scores, 1) + high, dict(zip(places, tokens, strict=True)))
             yield ids
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
             return

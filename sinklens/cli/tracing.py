@@ -69,8 +69,10 @@ def _prompt(given: str) -> str:
 
 
 def _remarks(run: "Generation") -> list[str]:
-    """What an answer that is empty, unfinished or without an end token needs said."""
-    found = []
+    """What equal confidences, and an answer that is empty, unfinished or without an end token, need said."""
+    tied = 0 if run.ties is None else int(run.ties.sum())
+    ordered = f"{tied} positions were chosen among equal confidences, so their order in time is arbitrary."
+    found = [ordered] * bool(tied)
     for answer in run.answers:
         found += ["The answer is empty."] * answer.empty
         found += [f"{answer.masks} positions are still masked at the end."] * bool(answer.masks)

@@ -75,7 +75,8 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
             where = (canvas == state.mask_id) & progress.current()
             logits = state.logits(canvas, where, self.cfg_scale)
             proposed, confidence = self.propose(state, canvas, where, logits)
-            state.commit(decisions.most_confident(confidence, counts, None), proposed)
+            chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
+            state.commit(chosen, proposed, best_by=confidence)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Bd3lmCardSettings(Guided, Passes):
                 given = ~block & (canvas != state.mask_id)
                 logits = state.logits(canvas, where, self.cfg_scale, given=given)
             proposed, confidence = self.propose(state, canvas, where, logits)
-            state.commit(decisions.most_confident(confidence, counts, None), proposed)
+            chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
+            state.commit(chosen, proposed, best_by=confidence)
             progress.end(progress.stops(state.canvas, block))
 
 

@@ -101,7 +101,8 @@ class DreamSettings(StopAtEnd, DreamRule):
         scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
         confidence = state.spread_confidence(where, scores)
         chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
-        state.commit(chosen, drawn.canvas, fill=self.stop_at_eos)
+        ranking = None if self.alg == "origin" or self.alg_temp else confidence
+        state.commit(chosen, drawn.canvas, fill=self.stop_at_eos, best_by=ranking)
 
     def _chosen(
         self,
@@ -119,10 +120,10 @@ class DreamSettings(StopAtEnd, DreamRule):
         if self.tokens_per_step and self.threshold is not None:
             later = max(self.gen_length // self.tokens_per_step - 1 - step, 0) * self.tokens_per_step
             counts = [max(int(n) - later, 0) for n in masks.tolist()]
-            return decisions.confident_within(confidence, counts, self.threshold, state.padding)
+            return decisions.confident_within(confidence, counts, self.threshold, state.computed())
         counts = decisions.dream_schedule(masks, times, step)
         if not self.alg_temp:
-            return decisions.most_confident(confidence, counts, self.threshold, state.padding)
+            return decisions.most_confident(confidence, counts, self.threshold, state.computed())
         chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
         return chosen if self.threshold is None else chosen | (confidence >= self.threshold)
 
@@ -178,7 +179,8 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         confidence = state.spread_confidence(where, scores)
         threshold = None if number == 0 else self.threshold
         counts = self._counts(masks.sum(dim=1), times, number)
-        state.commit(decisions.most_confident(confidence, counts, threshold, state.padding), drawn.canvas)
+        chosen = decisions.most_confident(confidence, counts, threshold, state.computed())
+        state.commit(chosen, drawn.canvas, best_by=confidence)
 
     def _counts(self, masks: Int[Tensor, " batch"], times: Float[Tensor, " time"], number: int) -> list[int]:
         """Tokens that the step commits in each row, at least those that a threshold allows."""

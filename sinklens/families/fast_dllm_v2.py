@@ -115,8 +115,8 @@ class FastDllmV2Settings(Nucleus, Blockwise):
         where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
         drawn = self.draw(state, canvas, where, greedy=_offsets(state) == 0)
         confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
-        chosen = decisions.most_confident(confidence, counts, None) | (confidence > self.threshold)
-        state.commit(chosen, drawn.canvas)
+        chosen = decisions.leftmost_best(confidence, counts) | (confidence > self.threshold)
+        state.commit(chosen, drawn.canvas, best_by=confidence)
 
 
 class SubBlockCache(Policy):

@@ -157,9 +157,11 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         proposed, drawn = state.propose(where, decisions.categorical_candidates(probs, uniform), canvas)
         confidence = state.spread_confidence(where, decisions.probability(probs, drawn))
         differs = where & (proposed != canvas)
-        best = confidence.masked_fill(~differs, -torch.inf).argmax(dim=1, keepdim=True)
+        rivals = confidence.masked_fill(~differs, -torch.inf)
+        best = rivals.argmax(dim=1, keepdim=True)
         chosen = differs & torch.zeros_like(differs).scatter(1, best, True)
         likely = canvas.masked_scatter(where, clean_probs(logits, state.mask_id).argmax(dim=-1))
+        state.tied = decisions.chosen_among_equals(rivals, chosen)
         state.commit(chosen & self._kept(rows, torch.where(chosen, proposed, canvas), likely, where, chosen), proposed)
 
     def _kept(

@@ -154,10 +154,10 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
             logits[:, list(state.eos_ids)] = -torch.inf
         proposed, confidence = self.propose(state, canvas, where, logits)
         if self.factor is None:
-            chosen = decisions.most_confident(confidence, counts, self.threshold, state.padding)
+            chosen = decisions.most_confident(confidence, counts, self.threshold, state.computed())
         else:
-            chosen = decisions.by_rank(confidence, self.factor)
-        state.commit(chosen, proposed, fill=self.stop_at_eos)
+            chosen = decisions.by_rank(confidence, self.factor, state.computed())
+        state.commit(chosen, proposed, fill=self.stop_at_eos, best_by=confidence)
 
     def confidence(
         self, state: State, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]

@@ -94,7 +94,8 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
         where = (canvas == state.mask_id) & block
         drawn = self.draw(state, canvas, where)
         confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
-        state.commit(decisions.above_or_best(confidence, counts, self.threshold), drawn.canvas)
+        chosen = decisions.above_or_best(confidence, counts, self.threshold, progress.in_block())
+        state.commit(chosen, drawn.canvas, best_by=confidence)
         if self.eos_early_stop:
             decided_now = block & (state.canvas != canvas)
             progress.end(progress.stops(state.canvas, decided_now) & progress.ended(state.canvas))
@@ -151,9 +152,9 @@ class Llada21Settings(Truncated, WholeBlocks):
         progress.count_pass(masked.any(dim=1))
         drawn = self.draw(state, canvas, block)
         confidence = state.spread_confidence(block, decisions.probability(drawn.probs, drawn.candidates))
-        commit = decisions.above_or_best(
-            confidence.masked_fill(~masked, -torch.inf), [self.num_to_transfer] * len(canvas), self.threshold
-        )
+        undecided, counts = confidence.masked_fill(~masked, -torch.inf), [self.num_to_transfer] * len(canvas)
+        commit = decisions.above_or_best(undecided, counts, self.threshold, progress.in_block())
+        state.tied = decisions.chosen_among_equals(undecided, commit)
         commit = state.through("hook_commit", commit)
         edits = block & ~masked & (drawn.canvas != canvas) & (confidence > self.editing_threshold)
         edits = state.through("hook_edit", edits)

@@ -22,6 +22,10 @@ token is therefore the one that decoding from left to right would have chosen, a
 after each position of the block, and ``denoise.hook_accepted_length`` how many of them are taken. The checkpoint's
 adapter, if it has one, acts on the block of draft steps only.
 
+The hub page's file has had two drafts: this is the one of the page's present file, whose draft steps go on until the
+block is full, whatever end tokens they propose. Its first file drafted in one step and failed where no proposal reached
+its threshold.
+
 Pitfall: a run may decide up to ``block_length - 1`` positions after the answer. They are part of ``run.tokens``, not of
 the answer.
 
@@ -121,10 +125,10 @@ class NemotronDiffusionSettings(CompleteBlocks):
     def _chooser(self, counts: list[int]) -> Any:
         """What a step accepts: `counts` of each row, or with a threshold the best and all that reach it."""
 
-        def choose(confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-            if self.threshold is None:
-                return decisions.most_confident(confidence, counts, None)
-            return decisions.most_confident(confidence, [1] * len(counts), self.threshold)
+        accepted = counts if self.threshold is None else [1] * len(counts)
+
+        def choose(confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]) -> Tensor:
+            return decisions.most_confident(confidence, accepted, self.threshold, block)
 
         return choose
 
@@ -135,7 +139,7 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
 
     Attributes:
         draft_threshold: 0 drafts a block in one step. Above 0, draft steps accept the most confident proposal and every
-            one with at least this probability, until the block is full.
+            one with at least this probability, until the block is full; a drafted end token does not stop them.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_adapter: use the checkpoint's adapter in draft steps, if it has one.
     """
@@ -186,17 +190,17 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         """The draft steps of a block."""
         adapted = self.use_adapter and state.tree.adapter is not None
         for _ in range(1 if self.draft_threshold == 0 else self.block_length):
-            if not bool(run.masked(state.canvas, block).any()):
+            if not bool(run.masked(state.canvas, block, draft=True).any()):
                 return
             yield from run.fill("draft", block, self._choose, adapted)
             draft = state.canvas[:, block.start : block.stop]
             state.canvas = state.canvas.clone()
             state.canvas[:, block.start : block.stop] = state.ids_at(state.tree.denoise.hook_draft, draft.clone())
 
-    def _choose(self, confidence: Float[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    def _choose(self, confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]) -> Tensor:
         if self.draft_threshold == 0:
             return confidence > -torch.inf
-        return decisions.most_confident(confidence, [1] * len(confidence), self.draft_threshold)
+        return decisions.leftmost_best(confidence, [1] * len(confidence)) | (confidence >= self.draft_threshold)
 
     def _verify(self, state: State, run: ModeSteps, block: range, accepted: list[int]) -> Iterator[None]:
         """The step that reads a draft and takes what agrees; appends how many tokens it took."""
@@ -268,9 +272,14 @@ class NemotronDllmSettings(CompleteBlocks):
         for block in self.block_ranges(state.prompt_length):
             masked = run.masked(state.canvas, block).sum(dim=1)
             for counts in decisions.even_schedule(masked, self.denoising_steps):
-                choose = partial(decisions.most_confident, counts=counts, threshold=None)
-                yield from run.fill("denoise", block, choose, by_entropy=self.neg_entropy)
+                yield from run.fill("denoise", block, partial(_best, counts), by_entropy=self.neg_entropy)
             yield from run.read("commit", block, seeds=False)
+
+
+def _best(
+    counts: Sequence[int], confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]
+) -> Bool[Tensor, "batch pos"]:
+    return decisions.most_confident(confidence, counts, None, block)
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:

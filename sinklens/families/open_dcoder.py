@@ -79,8 +79,8 @@ class OpenDcoderSettings(DreamRule):
         if self.alg_temp:
             chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
         else:
-            chosen = decisions.most_confident(confidence, counts, None, state.padding)
-        state.commit(chosen, drawn.canvas)
+            chosen = decisions.most_confident(confidence, counts, None, state.computed())
+        state.commit(chosen, drawn.canvas, best_by=None if self.alg_temp else confidence)
 
     def _plan(self, state: State, variable: Bool[Tensor, "batch pos"], kept: float) -> None:
         """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
@@ -89,7 +89,9 @@ class OpenDcoderSettings(DreamRule):
         drawn = self.draw(state, canvas, where)
         confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
         counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
-        least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None, state.padding)
+        doubt = torch.where(where, -confidence, -torch.inf)
+        least = decisions.leftmost_best(doubt, counts)
+        state.tied = decisions.chosen_among_equals(doubt, least)
         commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
         written = torch.where(commit, drawn.canvas, canvas)
         state.end_step(written.masked_fill(least & ~commit, state.mask_id))

@@ -88,10 +88,11 @@ class Rnd1Settings(Truncated, Steps):
         if bounded:
             chosen = _within_gamma(confidence, where, certainty, self.eb_gamma or 0.0)
         else:
-            masks = masked.sum(dim=1).tolist()
-            counts = [max(0, n - k) for n, k in zip(masks, keep, strict=True)]
-            chosen = decisions.most_confident(confidence, counts, None, state.padding)
-        state.commit(chosen, proposed)
+            waiting = (masked & ~where).sum(dim=1).tolist()
+            left = [max(0, k - n) for k, n in zip(keep, waiting, strict=True)]
+            doubt = torch.where(where, -confidence, -torch.inf)  # the published code ranks what stays masked
+            chosen = where & ~decisions.most_confident(doubt, left, None, state.computed())
+        state.commit(chosen, proposed, best_by=confidence)
 
 
 def _within_gamma(

@@ -76,7 +76,8 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         where = (canvas == state.mask_id) & block
         drawn = self.draw(state, canvas, where)
         confidence = state.spread_confidence(where, self._confidence(drawn))
-        state.commit(self._chosen(where, confidence, counts), drawn.canvas)
+        ranking = None if self.remasking_strategy == "sequential" else confidence
+        state.commit(self._chosen(where, confidence, counts, progress.in_block()), drawn.canvas, best_by=ranking)
 
     def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
         if self.remasking_strategy == "entropy_bounded":
@@ -86,15 +87,19 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         return decisions.probability(drawn.probs, drawn.candidates)
 
     def _chosen(
-        self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, "batch pos"], counts: list[int]
+        self,
+        where: Bool[Tensor, "batch pos"],
+        confidence: Float[Tensor, "batch pos"],
+        counts: list[int],
+        block: Bool[Tensor, "batch pos"],
     ) -> Bool[Tensor, "batch pos"]:
         if self.remasking_strategy == "sequential":
             return decisions.leftmost(where, counts)
         if self.remasking_strategy == "entropy_bounded":
             return decisions.within_entropy(confidence, self.eb_threshold)
         if self.remasking_strategy == "low_confidence_static":
-            return decisions.most_confident(confidence, counts, None)
-        return decisions.above_or_best(confidence, counts, self.threshold)
+            return decisions.most_confident(confidence, counts, None, block)
+        return decisions.above_or_best(confidence, counts, self.threshold, block)
 
 
 FAMILIES = (

@@ -128,6 +128,7 @@ class RunOutcome:
             cache=as_policy(cache),
             time=None if self.time is None else torch.tensor([self.time]),
             kinds=self.kinds,
+            ties=None,
         )
 
     def record(self) -> dict[str, Any]:

@@ -136,6 +136,8 @@ class Generation(Trajectory):
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
             read it.
+        ties: how many positions each step chose although one that it left was as confident, [batch, step]; another
+            order of these would have been as right. None in runs of the lab.
         kinds: what the pass of each step was, in a model that changes its attention with the segments of its rule.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
@@ -205,9 +207,14 @@ class Generation(Trajectory):
             raise PromptError("the model has no tokenizer, so there is no text; use .tokens instead.")
         return texts[0] if self.single else texts
 
+    @property
+    def _tied(self) -> str:
+        count = 0 if self.ties is None else int(self.ties.sum())
+        return f", {count} chosen among equal confidences" * bool(count)
+
     def __repr__(self) -> str:
         masks, empty = sum(a.masks for a in self.answers), sum(a.empty for a in self.answers)
         return (
             f"Generation({len(self.answers)} answers, {self.steps_run} of {self.settings.most_steps} steps, "
-            f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked)"
+            f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked{self._tied})"
         )

@@ -238,63 +238,91 @@ def most_confident(
     confidence: Float[Tensor, "batch pos"],
     counts: Sequence[int],
     threshold: float | None,
-    padding: Sequence[int] | None = None,
+    ranked: Bool[Tensor, "batch pos"] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
     """True at each row's `counts` most confident positions, and wherever confidence reaches `threshold`.
 
-    Positions with confidence −inf are never committed.
+    Positions with confidence −inf are never committed. Equal confidences come in the order in which `torch.topk` puts
+    them on a CPU, whatever the device: the published samplers leave it to this call.
 
     Args:
-        padding: columns before the text of each row; None chooses only from the positions with a proposal. The order
-            that `torch.topk` gives equal confidences depends on their places and their number, and `top_k=1` makes all
-            of them equal. So a row is chosen from as if it were alone: without padding and, in a run by blocks, without
-            the columns that complete another row's last block.
+        ranked: the positions that the published sampler ranks, of which those without a proposal come last; None ranks
+            the positions with a proposal. The order of equal confidences depends on their places among these, and
+            `top_k=1` makes all of them equal. So a row is ranked as if it were alone, without padding and without
+            another row's block.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
+    among = confidence > -torch.inf if ranked is None else ranked
     for row, count in enumerate(counts):
         if count:
-            columns = torch.arange(confidence.shape[1], device=confidence.device)
-            places = columns[confidence[row] > -torch.inf] if padding is None else columns[padding[row] :]
-            commit[row, places[confidence[row, places].topk(min(count, len(places))).indices]] = True
+            places = among[row].nonzero()[:, 0]
+            first = confidence[row, places].cpu().topk(min(count, len(places))).indices
+            commit[row, places[first.to(places.device)]] = True
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)
 
 
+def leftmost_best(confidence: Float[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:
+    """True at each row's `counts` most confident positions, the leftmost of equal ones first; never at −inf.
+
+    This is how published samplers choose that call `torch.argmax` or `torch.argsort` on a CPU.
+    """
+    order = confidence.argsort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(order.shape[1], device=order.device)
+    best = ranks < torch.tensor(counts, device=order.device)[:, None]
+    return torch.zeros_like(best).scatter(1, order, best) & (confidence > -torch.inf)
+
+
+def chosen_among_equals(
+    confidence: Float[Tensor, "batch pos"], chosen: Bool[Tensor, "batch pos"]
+) -> Int[Tensor, " batch"]:
+    """How many positions each row chose although one that it left was as confident, where the best are chosen.
+
+    Positions with confidence −inf have no proposal and were not left.
+    """
+    best_left = confidence.masked_fill(chosen, -torch.inf).amax(dim=1, keepdim=True)
+    return (chosen & (confidence == best_left) & (best_left > -torch.inf)).sum(dim=1)
+
+
 def above_or_best(
-    confidence: Float[Tensor, "batch pos"], counts: Sequence[int], threshold: float
+    confidence: Float[Tensor, "batch pos"],
+    counts: Sequence[int],
+    threshold: float,
+    ranked: Bool[Tensor, "batch pos"] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
     """True above `threshold` in rows with at least `counts` such positions, else at the `counts` most confident."""
     high = confidence > threshold
     enough = high.sum(dim=1) >= torch.tensor(counts, device=high.device)
-    return torch.where(enough[:, None], high, most_confident(confidence, counts, None))
+    return torch.where(enough[:, None], high, most_confident(confidence, counts, None, ranked))
 
 
 def confident_within(
     confidence: Float[Tensor, "batch pos"],
     counts: Sequence[int],
     threshold: float,
-    padding: Sequence[int] | None = None,
+    ranked: Bool[Tensor, "batch pos"] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
     """True at the most confident position, and at those that reach `threshold` among each row's `counts` first."""
-    best = most_confident(confidence, [1] * len(counts), None, padding)
-    return best | (most_confident(confidence, counts, None, padding) & (confidence >= threshold))
+    best = most_confident(confidence, [1] * len(counts), None, ranked)
+    return best | (most_confident(confidence, counts, None, ranked) & (confidence >= threshold))
 
 
-def by_rank(confidence: Float[Tensor, "batch pos"], factor: float) -> Bool[Tensor, "batch pos"]:
+def by_rank(
+    confidence: Float[Tensor, "batch pos"], factor: float, ranked: Bool[Tensor, "batch pos"] | None = None
+) -> Bool[Tensor, "batch pos"]:
     """Fast-dLLM's factor rule: commit by falling confidence while rank r, from 1, has at least 1 − factor / (r + 1).
 
     Rank 1 always passes. If only the last rank fails, it is committed too, as in the published code. Positions with
     confidence −inf have no rank.
     """
-    ordered, order = confidence.sort(dim=1, descending=True)
+    ordered = confidence.sort(dim=1, descending=True).values
     ranks = torch.arange(1, confidence.shape[1] + 1, device=confidence.device)
     candidate = ordered > -torch.inf
     passes = (ordered >= 1 - factor / (ranks + 1)) | (ranks == 1)
-    kept = (passes & candidate).long().cumprod(dim=1).bool()
-    last = candidate.sum(dim=1, keepdim=True)
-    kept |= candidate & (ranks == last) & (kept.sum(dim=1, keepdim=True) == last - 1)
-    return torch.zeros_like(kept).scatter(1, order, kept)
+    kept = (passes & candidate).long().cumprod(dim=1).sum(dim=1)
+    last = candidate.sum(dim=1)
+    return most_confident(confidence, torch.where(kept == last - 1, last, kept).tolist(), None, ranked)
 
 
 def leftmost(where: Bool[Tensor, "batch pos"], counts: Sequence[int]) -> Bool[Tensor, "batch pos"]:

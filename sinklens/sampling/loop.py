@@ -40,6 +40,7 @@ class Frame(NamedTuple):
         active: rows that the step on it works on; None before the step has run.
         time: as in `State.time`.
         kind: what the step's pass was; None before it has run.
+        tied: as in `State.tied`; None before the step has run.
     """
 
     canvas: Int[Tensor, "batch pos"]
@@ -47,6 +48,7 @@ class Frame(NamedTuple):
     active: Bool[Tensor, " batch"] | None = None
     time: Float[Tensor, " batch"] | None = None
     kind: PassKind | None = None
+    tied: Int[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Trajectory:
         active: rows that each step works on, see `State.active`: [batch, steps].
         time: noise level that the network reads in each step: [batch, steps]; None for a network that reads none.
         kinds: what the pass of each step was.
+        ties: how many positions each step chose although one that it left was as confident, so that another order would
+            have been as right: [batch, steps]. 0 where a step does not choose the best. None in runs of the lab.
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -71,6 +75,7 @@ class Trajectory:
     active: Bool[Tensor, "batch _"]
     time: Float[Tensor, "batch _"] | None
     kinds: tuple[PassKind, ...]
+    ties: Int[Tensor, "batch _"] | None
 
     @property
     def steps_run(self) -> int:
@@ -116,7 +121,7 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     kind = state.tree.watch.forward_pass.kind
-    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time, kind)
+    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time, kind, state.tied)
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -131,8 +136,11 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
     unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
     times = [frame.time for frame in frames if frame.time is not None]
+    tied = [frame.tied for frame in frames if frame.tied is not None]
+    ties = torch.stack(tied, dim=1).cpu() if tied else torch.zeros(len(canvas), 0, dtype=torch.long)
     kinds = tuple(frame.kind for frame in frames if frame.kind is not None)
-    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None, kinds)
+    time = torch.stack(times, dim=1).cpu() if times else None
+    return Trajectory(canvas, undecided, unmasked, active, time, kinds, ties)
 
 
 BEGAN = "replay began from another canvas; give the same prompts and settings as the replayed run."

@@ -26,7 +26,7 @@ from sinklens.sampling import decisions
 from sinklens.sampling.blocks import CachedBlocks
 from sinklens.sampling.state import State
 
-Choose = Callable[[Float[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
+Choose = Callable[[Float[Tensor, "batch pos"], Bool[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ class ModeSteps:
         masked = ((canvas == self._state.mask_id) & answer).cumsum(dim=1) > 0
         return (torch.isin(canvas, self._ends) & answer & ~masked).any(dim=1)
 
-    def masked(self, canvas: Int[Tensor, "batch pos"], block: range) -> Bool[Tensor, "batch pos"]:
-        """The masked positions of a block, in rows that have not ended."""
-        return (canvas == self._state.mask_id) & self.within(block) & ~self.ended(canvas)[:, None]
+    def masked(self, canvas: Int[Tensor, "batch pos"], block: range, draft: bool = False) -> Bool[Tensor, "batch pos"]:
+        """The masked positions of a block, in rows that have not ended; a stop token of a `draft` ends none."""
+        masked = (canvas == self._state.mask_id) & self.within(block)
+        return masked if draft else masked & ~self.ended(canvas)[:, None]
 
     def cut(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """`canvas`, masked again after the first stop token of each answer."""
@@ -123,7 +124,8 @@ class ModeSteps:
         """A step that proposes a token at every masked position of a block and writes those that `choose` accepts.
 
         Args:
-            choose: confidences, −inf where nothing is proposed -> True where the proposal is accepted.
+            choose: confidences, −inf where nothing is proposed, and where the block is -> True where the proposal is
+                accepted.
             adapted: whether the checkpoint's adapter acts on the block.
             by_entropy: as in `proposals`.
         """
@@ -131,11 +133,11 @@ class ModeSteps:
         state.kind = self.kind(mode, block, adapted)
         yield
         canvas = self.begin(block, keep=block.start)
-        where = self.masked(canvas, block)
+        where = self.masked(canvas, block, draft=mode == "draft")
         state.active = where.any(dim=1)
         hidden = self.hidden(canvas, block)
         proposed, confidence = self.proposals(canvas, where, hidden, where[:, block.start : block.stop], by_entropy)
-        state.commit(choose(confidence), proposed)
+        state.commit(choose(confidence, self.within(block).expand_as(where)), proposed, best_by=confidence)
 
     def proposals(
         self,

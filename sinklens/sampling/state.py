@@ -7,7 +7,6 @@ the last step it knows that the run has ended.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +17,7 @@ from sinklens.hooks.attention.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
-from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.decisions import RowNoise, chosen_among_equals
 from sinklens.sampling.key_cache import KeyCache, Policy, PolicyCache, one_later
 
 
@@ -45,6 +44,7 @@ class State:
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
+        tied: how many positions the last step chose among equals in each row, see `commit`.
         active: rows that the current step works on. The others have finished their block, their canvas or their answer
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
@@ -71,10 +71,12 @@ class State:
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
     kind: PassKind | None = None
+    tied: Int[Tensor, " batch"] = field(init=False)
     step_canvas: Int[Tensor, "batch pos"] = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_canvas = self.canvas
+        self.tied = torch.zeros_like(self.canvas[:, 0])
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
         self._window: Bool[Tensor, "batch pos"] | None = None
 
@@ -122,6 +124,7 @@ class State:
             stop: where the text ends that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
         self.step_undecided = self.undecided
+        self.tied = torch.zeros_like(self.tied)
         self.active = torch.ones_like(self.active)
         text, point = self.canvas[:, :stop], self.tree.denoise.hook_canvas
         if point.watched:  # a copy, so that edits do not change the last step's result
@@ -145,11 +148,6 @@ class State:
         if self.keys is not None and self.keys.decidable is not None:
             return self.keys.decidable
         return self.real if self.window is None else self.window
-
-    @cached_property
-    def padding(self) -> list[int]:
-        """Columns of padding before the text of each row."""
-        return [int(n) for n in self.real.long().argmax(dim=1).tolist()]
 
     def ids_at(self, point: Point, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """Token ids, passed through `point` if it is watched.
@@ -194,13 +192,18 @@ class State:
         proposed: Int[Tensor, "batch pos"],
         fill: bool = False,
         undecided: Bool[Tensor, "batch pos"] | None = None,
+        best_by: Float[Tensor, "batch pos"] | None = None,
     ) -> None:
         """End the step: pass `chosen` through ``denoise.hook_commit``, and write what is `proposed` there.
 
         Args:
+            best_by: the confidence by which `chosen` holds the best of the proposals, to count those that were chosen
+                among equals; None if they were chosen otherwise.
             fill: end rows at their end token; see `filled`.
             undecided: as in `end_step`; by default those of the step without the committed ones.
         """
+        if best_by is not None:
+            self.tied = chosen_among_equals(best_by, chosen)
         chosen = self.through("hook_commit", chosen)
         canvas = torch.where(chosen, proposed, self.step_canvas)
         if undecided is None and self.step_undecided is not None:

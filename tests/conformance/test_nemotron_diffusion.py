@@ -131,6 +131,21 @@ def test_speculation_writes_the_autoregressive_text(reference):
             assert torch.equal(run.tokens[:, : expected.shape[1]], expected), given
 
 
+def test_a_drafted_end_token_does_not_end_the_draft(reference):
+    """All tokens but those of the text are end tokens, so that drafts propose some which verification rejects."""
+    prompt, drafts = reference.tensors["gen8.prompt"], []
+    given = {"mode": "speculation", "gen_length": 17, "draft_threshold": 1.0, "record_sinks": False}
+    model = reference.load()
+    text = sinklens.generate(model, prompt, **given).tokens
+    model.eos_token_ids = tuple(sorted({*range(model.cfg.d_vocab)} - {*text[0].tolist(), model.mask_token_id}))
+    hooks = [("denoise.hook_draft", lambda value, hook: drafts.append((hook.step, value.clone())))]
+    run = sinklens.generate(model, prompt, hooks=hooks, **given)
+    last = torch.cat([draft for step, draft in drafts if run.modes[step + 1] == "verify"])
+    assert torch.equal(run.tokens, text)
+    assert torch.isin(last, torch.tensor(model.eos_token_ids)).any()
+    assert (last != model.mask_token_id).all()
+
+
 def test_an_edited_accepted_length_moves_the_next_block(reference):
     one = [("denoise.hook_accepted_length", lambda value, hook: value * 0 + 1)]
     run = repeat(reference, 8, hooks=one)

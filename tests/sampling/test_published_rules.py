@@ -240,6 +240,68 @@ def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):
         determined(lambda rng, case=case: compare(sampler, case, rng), f"{sampler} {case}")
 
 
+TIED = [name for name in SAMPLERS if name not in ("llada", "bd3lm", "bd3lm-card", "diffullama", "autoregressive")]
+"""Samplers that rank proposals and can draw from a distribution of one token, of probability 1 and entropy 0."""
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("sampler", TIED)
+@in_parts
+def test_equal_confidences_are_ordered_by_the_published_call(sampler, cases):
+    def tied(rng: random.Random, case: int) -> None:
+        given = SAMPLERS[sampler][0](rng) | {"temperature": 1.0}
+        given |= {"top_p": 1e-6} if sampler == "fast-dllm-v2" else {"top_k": 1}
+        given |= {"remasking_strategy": "low_confidence_static", "confidence_of": "draw"} if sampler == "sdar" else {}
+        given |= {"eb_gamma": None} if sampler == "rnd1" else {}
+        given |= {"alg_temp": None} if "alg_temp" in given else {}
+        given |= {"threshold": 1.0} if sampler in ("fast-dllm-v2", "llada2", "llada2.1") else {}
+        prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
+        compare_runs(sampler, given, prompts, case, recording=False)
+
+    for case in cases:
+        determined(lambda rng, case=case: tied(rng, case), f"tied {sampler} {case}")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "more", "tied"),
+    [
+        ("dream", {}, True),
+        ("dream", {"temperature": 0.0, "top_k": None}, False),
+        ("dream", {"alg_temp": 1.0}, False),
+        ("dream", {"alg": "origin"}, False),
+        ("open-dcoder", {"alg": "p2"}, True),
+        ("open-dcoder", {}, True),
+        ("rnd1", {}, True),
+        ("sdar", {"remasking_strategy": "low_confidence_static"}, True),
+        ("sdar", {"remasking_strategy": "sequential"}, False),
+        ("sdar", {}, False),
+        ("llada2", {"threshold": 1.0}, True),
+        ("llada2.1", {"threshold": 1.0}, True),
+    ],
+)
+def test_a_run_counts_the_positions_that_were_chosen_among_equals(sampler, more, tied):
+    """One token has all the probability, so that proposals are equal."""
+    _, _, attention, shift = SAMPLERS[sampler]
+    model, _ = model_of(attention, shift, 4 if attention == "block" else 0)
+    given: Settings = {"gen_length": 8, "temperature": 1.0, "top_k": 1} | more
+    prompts = [[5, 9, 1, 4], [8, 2, 0, 6]]
+    shown: dict[str, list[torch.Tensor]] = {"confidence": [], "commit": []}
+    hooks = [
+        (f"denoise.hook_{name}", lambda value, hook, kept=kept: kept.append(value)) for name, kept in shown.items()
+    ]
+    run = sinklens.generate(model, prompts, sampler=sampler, record_sinks=False, hooks=hooks, **given)
+    assert run.ties.shape == (2, run.steps_run)
+    assert bool(run.ties.any()) is tied
+    judges_decided = given.get("alg") == "p2" or sampler == "llada2.1"
+    for step, (confidence, chosen) in enumerate(zip(*shown.values(), strict=True)):
+        for row in range(2 if tied and not judges_decided else 0):
+            left = [c for c, here in zip(confidence[row].tolist(), chosen[row].tolist(), strict=True) if not here]
+            taken = confidence[row][chosen[row]].tolist()
+            assert int(run.ties[row, step]) == sum(c in left for c in taken)
+    text = f"{int(run.ties.sum())} chosen among equal confidences"
+    assert (text in repr(run)) is tied
+
+
 @pytest.mark.parametrize("guidance", [0.0, 0.8])
 def test_a_row_that_ends_leaves_the_sealed_prompt_of_another(guidance):
     """The second row is still in its first block, where its prompt does not see the answer, when the first ends."""
