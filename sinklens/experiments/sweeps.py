@@ -212,6 +212,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         undecided=run.undecided[rows],
         unmask_step=run.unmask_step[rows],
         active=run.active[rows],
+        ties=None if run.ties is None else run.ties[rows],
         real=run.real[rows],
         answers=run.answers[rows],
         time=None if run.time is None else run.time[rows],

@@ -119,6 +119,7 @@ class Other(RightToLeft):
     name = "from-the-right"
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_name_belongs_to_one_class_which_has_steps(right_to_left):
     register(right_to_left)  # the same class again
     with pytest.raises(SettingError, match="a sampler called 'from-the-right' already exists"):
