@@ -31,6 +31,7 @@ import torch
 from annotated_types import Ge
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.families.registry import find_sampler
@@ -200,37 +201,51 @@ def from_history(
     prompts: Sequence[Sequence[int]],
     mask_id: int,
     *,
+    has_start: bool,
     padding_side: Literal["left", "right"] = "left",
     source: str = "",
 ) -> list[RecordedCanvases]:
     """Recorded runs from the canvases of a batch, one tensor per step.
 
-    ``output.history`` of Dream's ``diffusion_generate`` holds the canvas after each step and pads prompts on the left;
-    ``output.histories`` of dLLM's samplers also holds the first canvas and pads on the right. A first canvas without
-    any decided position is taken as the start, otherwise one is put before it.
+    ==========================================  =========  ============
+    source                                      has_start  padding_side
+    ==========================================  =========  ============
+    ``output.history`` of Dream                 False      "left"
+    ``output.histories`` of dLLM, MDLMSampler   True       "right"
+    ``output.histories`` of dLLM, BD3LMSampler  True       "left"
+    ==========================================  =========  ============
+
+    Canvases that grow by blocks, as those of BD3LMSampler, get undecided positions up to the length of the last one.
 
     Args:
         history: the canvases.
         prompts: token ids of each row's prompt, without padding.
         mask_id: the mask token.
+        has_start: whether the first canvas is the one before the first step, or the one after it. The canvases do not
+            say so, since a step may decide nothing.
         padding_side: where shorter rows are padded.
         source: what made the run.
 
     Raises:
-        SettingError: no canvases, or a row does not hold its prompt.
+        SettingError: no canvases, canvases that shrink, or a row does not hold its prompt.
     """
     if not history or len(history[0]) != len(prompts):
         raise SettingError(
             f"history must hold canvases [batch, pos] of {len(prompts)} prompts; got {len(history)} canvases"
             f"{f' of {len(history[0])} rows' if history else ''}."
         )
-    canvases = torch.stack([canvas.detach().cpu().long() for canvas in history], dim=1)
+    widths = [canvas.shape[1] for canvas in history]
+    if widths != sorted(widths):
+        raise SettingError(f"canvases of one run may grow by blocks, but not shrink; their lengths are {widths}.")
+    canvases = torch.stack(
+        [pad(one.detach().cpu().long(), (0, widths[-1] - one.shape[1]), value=mask_id) for one in history], dim=1
+    )
     longest = max(len(prompt) for prompt in prompts)
     generated, found = canvases.shape[2] - longest, []
     for row, prompt in zip(canvases, prompts, strict=True):
         begin = longest - len(prompt) if padding_side == "left" else 0
         canvas = row[:, begin : begin + len(prompt) + generated]
-        if bool((canvas[0, len(prompt) :] != mask_id).any()):
+        if not has_start:
             first = canvas[:1].clone()
             first[:, len(prompt) :] = mask_id
             canvas = torch.cat([first, canvas])

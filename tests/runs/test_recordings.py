@@ -93,21 +93,40 @@ def test_the_history_of_other_libraries_is_read_with_either_padding(worded):
     model, prompts = worded(), [[5, 6, 7], [8, 9, 10, 11, 12]]
     run = sinklens.generate(model, prompts, gen_length=4, steps=4, record_sinks=False)
     rows = recorded_canvases(run)
-    left = from_history(list(run.canvas[:, 1:].unbind(1)), prompts, model.mask_token_id, source="dream")
+    after = list(run.canvas[:, 1:].unbind(1))
+    left = from_history(after, prompts, model.mask_token_id, has_start=False, source="dream")
     right = [
         torch.stack([torch.cat([row.canvas[step], torch.zeros(9 - row.canvas.shape[1]).long()]) for row in rows])
         for step in range(5)
     ]
-    for found in (left, from_history(right, prompts, model.mask_token_id, padding_side="right")):
+    for found in (left, from_history(right, prompts, model.mask_token_id, has_start=True, padding_side="right")):
         for one, row in zip(found, rows, strict=True):
             assert torch.equal(one.canvas, row.canvas)
             assert torch.equal(one.undecided, row.undecided)
             again = replay(model, one, record_sinks=False, progress=False)  # the settings are not known
             assert torch.equal(again.canvas[0], row.canvas)
     with pytest.raises(SettingError, match="the first canvas must begin with prompt_ids"):
-        from_history(right, [[5, 6, 8], prompts[1]], model.mask_token_id, padding_side="right")
+        from_history(right, [[5, 6, 8], prompts[1]], model.mask_token_id, has_start=True, padding_side="right")
     with pytest.raises(SettingError, match=r"history must hold canvases \[batch, pos\] of 2 prompts; got 0 canvases"):
-        from_history([], prompts, 60)
+        from_history([], prompts, 60, has_start=True)
+    with pytest.raises(SettingError, match=r"may grow by blocks, but not shrink; their lengths are \[9, 8\]"):
+        from_history([right[0], right[1][:, :8]], prompts, 60, has_start=True)
+    late = [run.canvas[:, 0], *run.canvas[:, 1:].unbind(1)]  # the first step decided nothing
+    for one, row in zip(from_history(late, prompts, model.mask_token_id, has_start=False), rows, strict=True):
+        assert torch.equal(one.canvas, torch.cat([row.canvas[:1], row.canvas]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_history_that_grows_by_blocks_is_that_of_full_canvases(worded):
+    """As dLLM's BD3LMSampler stores it: the left-padded prompts, then each block from its first step on."""
+    model, prompts = worded(), [[5, 6, 7], [8, 9, 10, 11, 12]]
+    run = sinklens.generate(model, prompts, gen_length=8, steps=8, block_length=4, record_sinks=False)
+    grown = [run.canvas[:, 0, :5]]
+    grown += [run.canvas[:, step, : 9 if step <= 4 else 13] for step in range(1, 9)]
+    found = from_history(grown, prompts, model.mask_token_id, has_start=True)
+    for one, row in zip(found, recorded_canvases(run), strict=True):
+        assert torch.equal(one.canvas, row.canvas)
+        assert torch.equal(one.undecided, row.undecided)
 
 
 def test_what_is_no_recorded_run_is_refused_with_its_line(worded, tmp_path):
