@@ -9,12 +9,14 @@ may have its borders elsewhere; pass token ids to decide them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sinklens.errors import PromptError
 from sinklens.interventions.canvas import ForceTokens, Suffix
+from sinklens.model.prompts import Encoded
+from sinklens.runs.intervention import Intervention
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -22,52 +24,92 @@ if TYPE_CHECKING:
 Part = str | int | Sequence[int]
 
 
-def holes(model: "Model", parts: Sequence[Part]) -> dict[str, Any]:
-    """The arguments of a run that fills the holes of a text.
+def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> dict[str, Any]:
+    """The arguments of a run that fills the holes of a text, or of several texts.
 
         sinklens.generate(model, **holes(model, ["Tom has", 2, " apples and", 3, " pens."]))
+        sinklens.generate(model, **holes(model, [["Tom has", 2, " pens."], [1, " has", 1, " pens."]]))
 
     Args:
-        parts: in order, texts or token ids that are given, and the numbers of undecided positions of holes; the first
-            is given.
+        parts: in order, texts or token ids that are given, and the numbers of undecided positions of holes; or a list
+            of such lists. A text that begins with a hole has the tokenizer's start token as its prompt, or no prompt.
 
     Returns:
         ``prompt``, ``gen_length`` (from the first hole to the last) and ``hooks``. Add settings and further hooks as
         you like; positions of the answer that are given count as decided from the first step on.
 
     Raises:
-        PromptError: no hole, an empty one, or a hole or nothing at the beginning; given ids that contain the mask.
+        PromptError: no hole, an empty one, or nothing given; given ids that contain the mask; texts of a batch with
+            unequal numbers of tokens from the first hole to the last, or after it.
         SettingError: in the run, a model that does not see text after its answer.
     """
-    given = [not isinstance(part, int) for part in parts]
-    if not parts or not given[0] or all(given):
+    texts = list(parts) if _is_batch(parts) else [parts]
+    rows = [_row(model, row) for row in texts]  # type: ignore[arg-type]
+    sizes = {(len(row.answer), len(row.after)) for row in rows}
+    if len(sizes) > 1:
         raise PromptError(
-            f"a text with holes begins with text or token ids and has at least one hole, the number of its positions; "
-            f"got {list(parts)!r:.80}."
+            f"texts of one batch need equally many tokens from the first hole to the last, and after it; these have "
+            f"{', '.join(f'{answer} and {after}' for answer, after in sorted(sizes))}. Run them one by one: "
+            f"[generate(model, **holes(model, parts)) for parts in texts]."
         )
-    if any(isinstance(part, int) and part < 1 for part in parts):
+    forced: dict[int, list[int | None]] = {}
+    for number, row in enumerate(rows):
+        for place, token in enumerate(row.answer, start=len(row.prompt)):
+            if token is not None:
+                forced.setdefault(place, [None] * len(rows))[number] = token
+    hooks: list[Intervention] = [ForceTokens(tokens=forced)] if forced else []
+    hooks += [Suffix(text=[row.after for row in rows])] if rows[0].after else []
+    longest = max(len(row.prompt) for row in rows)
+    if not all(row.prompt for row in rows) and longest:
+        raise PromptError(
+            f"{model.name} has no start token, so a text that begins with a hole has no prompt, and cannot be in one "
+            f"batch with texts that have one; run it alone."
+        )
+    lead = [longest - len(row.prompt) for row in rows]
+    ids = [[model.reader.pad] * pads + row.prompt for pads, row in zip(lead, rows, strict=True)]
+    real = torch.arange(longest) >= torch.tensor(lead)[:, None]  # ids alone may look like padding
+    prompt = Encoded(torch.tensor(ids, dtype=torch.long).reshape(len(rows), longest), real)
+    return {"prompt": prompt, "gen_length": len(rows[0].answer), "hooks": hooks}
+
+
+class _Row(NamedTuple):
+    """A text with holes as ids: before the first hole, from there to the last (None in holes), and after it."""
+
+    prompt: list[int]
+    answer: list[int | None]
+    after: list[int]
+
+
+def _is_batch(parts: Any) -> bool:
+    """Whether all parts are lists, which are not all lists of ids."""
+    lists = all(isinstance(part, Sequence) and not isinstance(part, str) for part in parts)
+    return bool(parts) and lists and any(not isinstance(entry, int) for part in parts for entry in part)
+
+
+def _row(model: "Model", parts: Sequence[Part]) -> _Row:
+    """One text with holes."""
+    given = [not isinstance(part, int) for part in parts]
+    if not any(given) or all(given):
+        raise PromptError(
+            f"a text with holes has text or token ids and at least one hole, the number of its positions; got "
+            f"{list(parts)!r:.80}."
+        )
+    if any(isinstance(part, bool) or (isinstance(part, int) and part < 1) for part in parts):
         raise PromptError(f"a hole has at least one position; got {list(parts)!r:.80}.")
     first, last = given.index(False), len(parts) - 1 - given[::-1].index(False)
     prompt = [token for number, part in enumerate(parts[:first]) for token in _ids(model, part, number == 0)]
-    forced: dict[int, int] = {}
-    place = len(prompt)
+    if not first:
+        start = getattr(model.tokenizer, "bos_token_id", None)
+        prompt = [] if start is None else [int(start)]
+    answer: list[int | None] = []
     for part in parts[first : last + 1]:
-        if isinstance(part, int):
-            place += part
-            continue
-        tokens = _ids(model, part)
-        forced |= dict(enumerate(tokens, start=place))
-        place += len(tokens)
+        answer += [None] * part if isinstance(part, int) else _ids(model, part)
     after = [token for part in parts[last + 1 :] for token in _ids(model, part)]
-    if model.mask_token_id in (*prompt, *forced.values(), *after):
+    if model.mask_token_id in (*prompt, *answer, *after):
         raise PromptError(
             f"the given parts contain the mask token ({model.mask_token_id}); write a hole as its length."
         )
-    hooks = [ForceTokens(tokens=forced)] if forced else []
-    hooks += [Suffix(text=after)] if after else []  # type: ignore[list-item]
-    ids = torch.tensor([prompt])
-    given_ids = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # ids alone may look like padding
-    return {"prompt": given_ids, "gen_length": place - len(prompt), "hooks": hooks}
+    return _Row(prompt, answer, after)
 
 
 def _ids(model: "Model", part: Part, start: bool = False) -> list[int]:

@@ -31,26 +31,33 @@ class ForceTokens(Intervention):
     In an autoregressive run a position is skipped until it is decoded; then the forced token replaces its token.
 
     Attributes:
-        tokens: position -> token id; positions as in ``positions=``, not counting padding.
+        tokens: position -> token id, or one for each prompt, None for those that keep their own; positions as in
+            ``positions=``, not counting padding.
     """
 
     needs_run: ClassVar[str] = f"ForceTokens {CHANGES_CANVAS}"
     on_canvas: ClassVar[bool] = True
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
-    tokens: Mapping[int, int]
+    tokens: Mapping[int, int | Sequence[int | None]]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         in_step = self.step_test(run)
-        for token in self.tokens.values():
-            _check_token(token, model)
-        places = {position: place_mask([position], run.real) for position in self.tokens}
+        places: list[tuple[Tensor, int]] = []
+        for position, given in self.tokens.items():
+            rows = [given] if isinstance(given, int) else given
+            place = place_mask([position], run.real)
+            own = _of_rows(torch.arange(len(rows), device=place.device)[:, None], len(place), "ForceTokens.tokens")
+            for row, token in enumerate(rows):
+                if token is not None:
+                    _check_token(token, model)
+                    places.append((place & (own == row), token))
 
         def force(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
             if not in_step(hook.step):
                 return None
-            for position, token in self.tokens.items():
-                value = value.masked_fill(places[position][:, : value.shape[1]], token)
+            for place, token in places:
+                value = value.masked_fill(place[:, : value.shape[1]], token)
             return value
 
         return [(CANVAS, force)]
@@ -131,17 +138,17 @@ class Renoise(AtPositions):
 class Suffix(Intervention):
     """Fixed text after the answer: the run fills the gap between the prompt and it (infilling).
 
-    For models whose attention is bidirectional. The suffix is part of the canvas, the same in all rows, and is never
-    decided. Restrictions do not apply.
+    For models whose attention is bidirectional. The suffix is part of the canvas and is never decided. Restrictions do
+    not apply.
 
     Attributes:
-        text: text, for models with a tokenizer, or token ids.
+        text: text, for models with a tokenizer, or token ids; or a list of ids for each prompt, equally many.
     """
 
     needs_run: ClassVar[str] = f"Suffix {CHANGES_CANVAS}"
     refused: ClassVar[tuple[str, ...]] = ("steps", "layers", "heads", "positions")
 
-    text: str | Sequence[int]
+    text: str | Sequence[int] | Sequence[Sequence[int]]
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
@@ -151,12 +158,12 @@ class Suffix(Intervention):
                 f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model."
             )
         added = {"prepend_bos": False} if isinstance(self.text, str) else {}
-        suffix = model.encode(self.text, **added).ids[0]
-        if model.mask_token_id in suffix.tolist():
+        suffix = model.encode(self.text, **added).ids
+        if model.mask_token_id in suffix.flatten().tolist():
             raise SettingError(
                 f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace."
             )
-        return ids, real, suffix.to(ids.device).expand(len(ids), -1)
+        return ids, real, _of_rows(suffix.to(ids.device), len(ids), "Suffix.text")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`; only the canvas that the run starts from is changed."""
@@ -230,6 +237,15 @@ class SinkToken(AtPositions):
             if not model.causal:  # a causal first token sees only itself anyway
                 pairs.append((f"{at}.hook_attn_mask", alone))
         return pairs
+
+
+def _of_rows(given: Int[Tensor, "prompt n"], rows: int, name: str) -> Int[Tensor, "row n"]:
+    """What is given for one prompt or for each, for all rows; copies of a batch follow each other."""
+    if rows % len(given):
+        raise SettingError(
+            f"{name} is for {len(given)} prompts, and the run has {rows} rows; pass it for one or for each."
+        )
+    return given.repeat(rows // len(given), 1)
 
 
 def _check_token(token: int, model: "Model") -> None:

@@ -81,6 +81,8 @@ class PromptReader:
             PromptError: the prompt is empty, neither text nor token ids, outside the vocabulary, padded without an
                 attention mask, or text without a tokenizer.
         """
+        if isinstance(prompt, Encoded) and not prompt.ids.shape[1] and len(prompt.ids):
+            return Encoded(prompt.ids.to(self.device), prompt.real.to(self.device))  # made without tokens on purpose
         given = self.read(prompt, chat_template, prepend_bos)
         if _unmarked(prompt):
             self._refuse_padding(given.ids.flip(1), "end", lone=given.ids.shape[1] + 1)

@@ -101,6 +101,12 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
     needed = greedy_circuit([planted_case], circuit, tolerance=0.0)
     assert needed.size > 0
     assert measure_circuit([planted_case], needed).faithfulness >= 1.0 - 1e-5
+    with pytest.warns(
+        UserWarning, match=rf"removed all {circuit.size} edges, since none costs more faithfulness than toler"
+    ):
+        assert greedy_circuit([planted_case], circuit, tolerance=2.0).size == 0
+    with pytest.raises(SettingError, match="the circuit to begin with has no edges"):
+        greedy_circuit([planted_case], Circuit.strongest(scores, count=0))
     curves = circuit_curves([planted_case], scores, [circuit.share], draws=3)
     assert curves["faithfulness"].sel(kind="circuit").item(0) == pytest.approx(1.0, abs=1e-5)
     assert np.abs(curves["faithfulness"].sel(kind="random")).max() < 0.9

@@ -5,7 +5,7 @@ import torch
 from likelihood_oracle import all_masks
 
 import sinklens
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import holes, likelihood
 from sinklens.interventions import Suffix
 
@@ -62,10 +62,64 @@ def test_hooks_act_in_the_likelihood_of_a_span(worded):
 
 def test_texts_without_holes_or_with_masks_are_refused(worded):
     model = worded()
-    begins = "begins with text or token ids and has at least one hole"
+    begins = "has text or token ids and at least one hole"
     for parts, match in [
-        ([], begins), (["w1"], begins), ([2, "w1"], begins), (["w1", 0], "a hole has at least one position"),
+        ([], begins), (["w1"], begins), ([2, 3], begins), ([[5, 6], [7]], begins),
+        (["w1", 0], "a hole has at least one position"),
+        ([["w1", 1], ["w1", True]], "a hole has at least one position"),
         (["w1", 1, [model.mask_token_id]], r"contain the mask token \(\d+\); write a hole as its length"),
+        ([["w1", 1], ["w1", 2]], r"these have 1 and 0, 2 and 0\. Run them one by one"),
+        ([["w1", 1, "w2"], ["w1", 1]], r"these have 1 and 0, 1 and 1\. Run them one by one"),
     ]:  # fmt: skip
         with pytest.raises(PromptError, match=match):
             holes(model, parts)
+
+
+def alone(model, parts, **settings):
+    """The row of a run of one text, without padding."""
+    run = sinklens.generate(model, **holes(model, parts), progress=False, record_sinks=False, **settings)
+    return run.tokens[0, run.real[0]].tolist(), run.canvas[0][:, run.real[0]]
+
+
+BATCHES = {
+    "other prompts": [PARTS, ["w1", 2, "w3 w4", 3, "w9"]],
+    "holes at other places": [PARTS, ["w1 w2 w3", 1, "w3 w4 w6", 3, "w9"], ["w5", 7, "w9"]],
+    "a hole first": [[3, "w8 w2"], ["w1 w4 w3", 3, "w3 w9"], [1, "w3", 1, "w4 w5"]],
+    "ids": [[[5, 6], 1, [7]], [[9], 1, [8]]],
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+@pytest.mark.parametrize("texts", BATCHES.values(), ids=BATCHES)
+def test_rows_of_a_batch_are_those_of_texts_alone(worded, architecture, texts):
+    model = worded(architecture)
+    run = sinklens.generate(model, **holes(model, texts), progress=False, record_sinks=False)
+    for row, parts in enumerate(texts):
+        tokens, canvas = alone(model, parts)
+        assert run.tokens[row, run.real[row]].tolist() == tokens
+        found = run.canvas[row][:, run.real[row]]
+        assert torch.equal(found[: len(canvas)], canvas)
+        assert (found[len(canvas) :] == canvas[-1]).all()  # the row waits for the others
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+@pytest.mark.parametrize("start", [True, False])
+def test_a_text_may_begin_with_a_hole(worded, architecture, start, monkeypatch):
+    """The start token is the prompt, if there is one, else no token is."""
+    model = worded(architecture)
+    monkeypatch.setattr(type(model.tokenizer), "bos_token_id", 4 if start else None, raising=False)
+    first = [4] if start else []
+    tokens, _ = alone(model, [2, [7, 9], 1, [8]])
+    assert (tokens[: len(first)], tokens[len(first) + 2 :][:2], tokens[-1]) == (first, [7, 9], 8)
+    assert len(tokens) == len(first) + 6
+    assert model.mask_token_id not in tokens
+    if not start:
+        with pytest.raises(PromptError, match="has no start token, so a text that begins with a hole has no prompt"):
+            holes(model, [[1, [7]], [[7], 1, [8]]])
+
+
+def test_text_for_each_prompt_needs_as_many_rows(worded):
+    arguments = holes(worded(), [["w1", 1, "w2", 1, "w3"], ["w1", 1, "w4", 1, "w3"]])
+    for hook, name in zip(arguments["hooks"], ("ForceTokens.tokens", "Suffix.text"), strict=True):
+        with pytest.raises(SettingError, match=f"{name} is for 2 prompts, and the run has 1 rows"):
+            sinklens.generate(worded(), "w1", hooks=hook, gen_length=3, progress=False)
