@@ -30,7 +30,7 @@ from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
-from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.tasks.word_problems import NUMBER, held_out, read_answer
 
 if TYPE_CHECKING:
     from sinklens.analyses.study import Study
@@ -140,8 +140,9 @@ def _swept(
 def is_right(prompt: SinglePrompt, text: str, answers: Mapping[str, str] | None = None) -> float:
     """1 if `text` is the right answer, else 0; NaN for a prompt whose answer is unknown, and for token ids.
 
-    An expected answer that is a number, or ends in one after ``####``, is compared with the number after ``####`` in
-    `text` (or with all of `text`, if it has none). Any other has to equal `text`, apart from white space at both ends.
+    An expected answer that is a number, or states one as `read_answer` reads it, is compared with the number that
+    `text` states (or with all of `text`, if it states none). Any other has to equal `text`, apart from white space at
+    both ends.
 
     Args:
         answers: prompt -> expected answer; the shipped word problems are known without it.
@@ -153,8 +154,8 @@ def is_right(prompt: SinglePrompt, text: str, answers: Mapping[str, str] | None 
         result = _results().get(prompt)
         return float("nan") if result is None else float(read_answer(text) == result)
     found, wanted = read_answer(text), read_answer(expected)
-    if wanted is None and found is not None and re.fullmatch(r"\s*-?\d+\s*", expected):
-        wanted = int(expected)
+    if wanted is None and found is not None:
+        wanted = read_answer(f"#### {expected.strip()}") if re.fullmatch(rf"\s*{NUMBER}\s*", expected) else None
     return float(found == wanted if wanted is not None else text.strip() == expected.strip())
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, SinklensError
 from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def manifests(out: Path) -> list[dict[str, Any]]:
         except CheckpointError:
             continue  # not a manifest of sinklens
         if {"study", "models", "options"} <= content.keys():
+            if content["study"] != file.stem:  # its tables are named after it
+                raise SinklensError(f"{file} is a manifest of {content['study']!r:.80}; restore the file's name.")
             found.append(content)
     return found
 

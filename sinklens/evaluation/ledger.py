@@ -8,16 +8,20 @@ A record is on disk when `Writer.add` returns, and records added together are st
 process is killed or the disk is full. Several processes may write into one ledger, each to its own *shard*. A shard has
 a lock, so that no two processes do the same work; the lock ends with its process.
 
+Reading finds damage: SQLite checks the structure of the file, a run's name is compared with the hash of its
+description, and every record has a checksum of its text and of the run and sample that it belongs to.
+
 Limitation: SQLite's rollback journal needs working file locks. On a network file system without them, give each machine
-its own folder and `merge` the ledgers.
+its own folder and `merge` the ledgers. A deleted record leaves no trace; its sample is evaluated again.
 """
 
 import hashlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,19 +31,27 @@ from sinklens.utils.atomic import atomic_write
 LedgerRecord = dict[str, Any]
 RecordKind = Literal["records", "verdicts"]
 FILE = "ledger.sqlite"
-VERSION = 2
+VERSION = 3
 SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS runs (name TEXT PRIMARY KEY, what TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
-    run TEXT NOT NULL, kind TEXT NOT NULL, sample TEXT NOT NULL, record TEXT NOT NULL, PRIMARY KEY (run, kind, sample)
+    run TEXT NOT NULL, kind TEXT NOT NULL, sample TEXT NOT NULL, record TEXT NOT NULL, sha256 TEXT NOT NULL,
+    PRIMARY KEY (run, kind, sample)
 );
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
-NOT_READ = "{file} cannot be read ({error}); restore it from a copy."
+RESTORE = "restore it from a copy, or copy its sound records with `sinklens merge {folder} --out NEW` and rerun there."
+NOT_READ = "{file} cannot be read ({error}); " + RESTORE
+DAMAGED = "{file}: {what} was damaged or edited after it was written; " + RESTORE
 NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; free some space and rerun."
 WAIT = 60.0  # seconds that a process waits for another one's transaction
+ROWS = "SELECT run, kind, sample, record, sha256 FROM records"
+CIRCUMSTANCES = {
+    "seconds", "batch", "device", "device_name", "versions", "sinks", "status", "detail", "isolation",
+}  # fmt: skip
+"""Fields in which two records of one result may differ."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class LedgerRun:
     @classmethod
     def of(cls, ledger: Path, what: Mapping[str, Any]) -> "LedgerRun":
         """The run described by `what` in the folder `ledger`; writes nothing."""
-        return cls(what, ledger, f"run-{hashlib.sha256(_json(what).encode()).hexdigest()[:16]}")
+        return cls(what, ledger, _run_name(_json(what)))
 
     def begin(self) -> "LedgerRun":
         """Write the run's description unless it exists."""
@@ -72,11 +84,14 @@ class LedgerRun:
         """Every run in the folder `ledger`.
 
         Raises:
-            LedgerError: the folder holds no run, or a description cannot be read.
+            LedgerError: the folder holds no run, or the ledger is damaged.
         """
-        found = {name: json.loads(what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
+        found = {name: _described(ledger, name, what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
         if not found:
             raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
+        for run, kind in _rows(ledger, "SELECT DISTINCT run, kind FROM records"):
+            if run not in found or kind not in get_args(RecordKind):
+                raise _damaged(ledger, f"the place of records ({kind!r:.40} of {run!r:.40})")
         return [cls(found[name], ledger, name) for name in sorted(found)]
 
     def records(self, kind: RecordKind = "records") -> list[LedgerRecord]:
@@ -85,9 +100,8 @@ class LedgerRun:
         Raises:
             LedgerError: the ledger is damaged.
         """
-        query = "SELECT record FROM records WHERE run = ? AND kind = ?"
-        found = [json.loads(text) for (text,) in _rows(self.folder, query, self.name, kind)]
-        return sorted(found, key=lambda record: str(record["sample"]))
+        rows = _rows(self.folder, f"{ROWS} WHERE run = ? AND kind = ? ORDER BY sample", self.name, kind)
+        return [_record(self.folder, row) for row in rows]
 
     def done(self) -> set[str]:
         """The ids of samples that have a record."""
@@ -124,9 +138,10 @@ class Writer(ExitStack):
             LedgerError: the records could not be written; no earlier record is affected.
         """
         rows = [(self._run.name, self._kind, str(record["sample"]), _json(record)) for record in records]
+        checked = [(*row, _checksum(row)) for row in rows]
         on_conflict = "REPLACE" if self._kind == "verdicts" else "IGNORE"
         with _errors(NOT_WRITTEN, self._run.folder), self._database:
-            self._database.executemany(f"INSERT OR {on_conflict} INTO records VALUES (?, ?, ?, ?)", rows)
+            self._database.executemany(f"INSERT OR {on_conflict} INTO records VALUES (?, ?, ?, ?, ?)", checked)
 
 
 def holds_runs(folder: Path) -> bool:
@@ -137,31 +152,46 @@ def holds_runs(folder: Path) -> bool:
 def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
     """Copy all runs and records of `ledgers` into the ledger `out`, which need not exist; rerun to resume.
 
-    Samples that have a record in `out` keep it.
+    Samples that have a record in `out` keep it. Of a damaged ledger the sound records are copied.
 
     Returns:
         The number of records that were copied.
 
     Raises:
-        LedgerError: a ledger holds no run, or two ledgers have records of one run and sample with different data.
+        LedgerError: a ledger holds no run, two ledgers contradict each other about a sample (nothing was copied then),
+            or a ledger is damaged (its sound records were copied).
     """
-    copied = 0
-    for run in (run for ledger in ledgers for run in LedgerRun.all(Path(ledger))):
-        target = LedgerRun(run.what, Path(out), run.name)
-        for kind in get_args(RecordKind):
-            present = {record["sample"]: record for record in target.records(kind)}
-            missing = []
-            for record in run.records(kind):
-                if record["sample"] not in present:
-                    missing.append(record)
-                elif difference := data_difference(record, present[record["sample"]]):
-                    raise LedgerError(
-                        f"{run.folder} and {out} have records of {record['sample']} in {run.name} with another "
-                        f"{difference}, so they were evaluated on different data; keep them apart."
-                    )
-            with Writer(target, kind=kind) as writer:
-                writer.add(*missing)
-            copied += len(missing)
+    target, damage, copied = Path(out), list[LedgerError](), 0
+    known = {place: (target, record) for place, record in _records_of(_all_runs(target)).items()}
+    present, runs = set(known), dict[str, LedgerRun]()
+    for ledger in map(Path, ledgers):
+        try:
+            found = _all_runs(ledger, empty=False)
+            records = _records_of(found)
+        except LedgerError as error:
+            found, records = _sound(ledger)
+            if not found:
+                raise
+            damage.append(error)
+        runs |= {run.name: LedgerRun(run.what, target, run.name) for run in found}
+        for place, record in records.items():
+            folder, other = known.setdefault(place, (ledger, record))
+            if field := _contradiction(record, other):
+                raise LedgerError(
+                    f"{ledger} and {folder} have {place[1]} of {place[2]} in {place[0]} with another {field}, so they "
+                    f"contradict each other; keep them apart. Nothing was copied."
+                )
+    new: dict[tuple[str, str], list[LedgerRecord]] = {
+        (name, kind): [] for name in runs for kind in get_args(RecordKind)
+    }
+    for place in known.keys() - present:
+        new[place[:2]].append(known[place][1])
+    for (name, kind), listed in new.items():
+        with Writer(runs[name], kind=kind) as writer:  # type: ignore[arg-type]
+            writer.add(*listed)
+        copied += len(listed)
+    if damage:
+        raise LedgerError(f"{copied} sound records were copied to {out}, and others were lost: {damage[0]}")
     return copied
 
 
@@ -192,8 +222,84 @@ def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return "expected answer" if one.get("reference_sha256") != other.get("reference_sha256") else ""
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _contradiction(one: LedgerRecord, other: LedgerRecord) -> str:
+    """What differs between the results of two records of a sample; "" if nothing does."""
+    if difference := data_difference(one, other):
+        return difference
+    fields = sorted({*one, *other} - CIRCUMSTANCES, key=lambda name: (name != "verdict", name))
+    return next((name for name in fields if one.get(name) != other.get(name)), "")
+
+
+def _all_runs(ledger: Path, empty: bool = True) -> list[LedgerRun]:
+    """The runs of a ledger, which may be `empty`."""
+    return LedgerRun.all(ledger) if not empty or holds_runs(ledger) else []
+
+
+def _records_of(runs: Sequence[LedgerRun]) -> dict[tuple[str, str, str], LedgerRecord]:
+    """The records of all runs, by run, kind and sample."""
+    kinds: tuple[RecordKind, ...] = get_args(RecordKind)
+    listed = ((run.name, kind, record) for run in runs for kind in kinds for record in run.records(kind))
+    return {(name, kind, str(record["sample"])): record for name, kind, record in listed}
+
+
+def _sound(ledger: Path) -> tuple[list[LedgerRun], dict[tuple[str, str, str], LedgerRecord]]:
+    """The runs and records of a damaged ledger that can be read; its rows are tried from both ends."""
+    runs, records = dict[str, LedgerRun](), dict[tuple[str, str, str], LedgerRecord]()
+    for query in ("SELECT name, what FROM runs", ROWS):
+        for order in ("ASC", "DESC"):
+            with suppress(LedgerError), _reading(ledger) as database:
+                _stored_version(database, ledger)
+                for row in database.execute(f"{query} ORDER BY rowid {order}"):
+                    with suppress(LedgerError):
+                        if query == ROWS:
+                            records[row[:3]] = _record(ledger, row)
+                        else:
+                            runs[row[0]] = LedgerRun(_described(ledger, *row), ledger, row[0])
+    return list(runs.values()), {place: record for place, record in records.items() if place[0] in runs}
+
+
+def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON; an integer of thousands of digits and endless nesting are ValueErrors, too."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _run_name(what: str) -> str:
+    return f"run-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def _checksum(row: Sequence[Any]) -> str:
+    """The checksum of a record's run, kind, sample and text."""
+    return hashlib.sha256(json.dumps(row, default=repr).encode()).hexdigest()
+
+
+def _damaged(folder: Path, what: str) -> LedgerError:
+    return LedgerError(DAMAGED.format(file=folder / FILE, folder=folder, what=what))
+
+
+def _described(folder: Path, name: str, what: str) -> dict[str, Any]:
+    """The description of a run, checked."""
+    with suppress(ValueError):
+        if name == _run_name(str(what)) and isinstance(found := _parsed(what), dict):
+            return found
+    raise _damaged(folder, f"the description of {name!r:.40}")
+
+
+def _record(folder: Path, row: Sequence[Any]) -> LedgerRecord:
+    """The record in a row of `ROWS`, checked."""
+    *place, text, checksum = row
+    with suppress(ValueError):
+        if checksum == _checksum((*place, text)):
+            found = _parsed(text)
+            if isinstance(found, dict) and str(found.get("sample")) == place[2]:
+                return found
+    raise _damaged(folder, f"the record of {place[2]!r:.60} in {place[0]!r:.40}")
 
 
 @contextmanager
@@ -202,7 +308,7 @@ def _errors(text: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        raise LedgerError(text.format(file=folder / FILE, error=error)) from error
+        raise LedgerError(text.format(file=folder / FILE, folder=folder, error=error)) from error
 
 
 @contextmanager
@@ -215,23 +321,49 @@ def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
             database.execute("PRAGMA synchronous = FULL")
             if not _stored_version(database, folder):
                 database.executescript(SCHEMA)
+            _check_structure(folder)
             yield database
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The database of a ledger, to read."""
+    uri = f"{(folder / FILE).absolute().as_uri()}?mode=rw"  # on read-only media SQLite only reads
+    with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
+        database.text_factory = lambda content: content.decode(errors="replace")  # so a checksum names the record
+        yield database
 
 
 def _rows(folder: Path, query: str, *values: str) -> list[tuple[str, ...]]:
     """The result of a query; empty without a database."""
-    file = folder / FILE
-    if not file.exists():
+    if not (folder / FILE).exists():
         return []
-    uri = f"{file.absolute().as_uri()}?mode=rw"  # on read-only media SQLite only reads
-    with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
-        return database.execute(query, values).fetchall() if _stored_version(database, folder) else []
+    with _reading(folder) as database:
+        if not _stored_version(database, folder):
+            return []
+        _check_structure(folder)
+        return database.execute(query, values).fetchall()
+
+
+def _check_structure(folder: Path) -> None:
+    """Check that the pages of a database fit together, once for each state of the file."""
+    about = (folder / FILE).stat()
+    _structure(folder, (about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns))
+
+
+@lru_cache(maxsize=64)
+def _structure(folder: Path, state: tuple[int, ...]) -> None:
+    with _reading(folder) as database:
+        found = database.execute("PRAGMA integrity_check(1)").fetchall()
+        if found != [("ok",)]:
+            raise sqlite3.DatabaseError(f"{' '.join(str(found[0][0]).split())}: malformed")
 
 
 def _stored_version(database: sqlite3.Connection, folder: Path) -> int:
     """The version of a database; 0 before its tables exist."""
     ((version,),) = database.execute("PRAGMA user_version")
-    if version not in (0, VERSION):
+    ((tables,),) = database.execute("SELECT count(*) FROM sqlite_master")
+    if version != VERSION and (version or tables):
         raise LedgerError(f"{folder / FILE} has format {version}; this version reads {VERSION}.")
     return int(version)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError, warn_caller
+from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
@@ -87,7 +88,7 @@ def evaluate(
         workers = None if engine is None else stack.enter_context(engine)
         given = protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache, allow_longer
         plan = _planned(workers, model, *given)
-        earlier = LedgerRun.all(Path(ledger)) if holds_runs(Path(ledger)) else []
+        earlier = evaluations(ledger) if holds_runs(Path(ledger)) else []
         controls = {one.name: one.control_of for one in plan.conditions}
         if note := unpaired(controls, {*controls, *(run.what["condition"]["name"] for run in earlier)}):
             warn_caller(note, ControlWarning)
@@ -188,7 +189,7 @@ class _Plan:
         """
         found: list[Batch] = []
         for condition, run in zip(self.conditions, self.runs, strict=True):
-            done, left = {str(record["sample"]): record for record in run.records()}, list[Sample]()
+            done, left = {str(record["sample"]): record for record in records_of(run)}, list[Sample]()
             for sample in self.samples:
                 if sample.id not in done:
                     left.append(sample)

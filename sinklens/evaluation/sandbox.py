@@ -148,7 +148,7 @@ def available_isolation() -> Isolation:
 
 
 def run_program(
-    program: str, test: str, entry_point: str, *, helpers: str = "", limits: Limits | None = None
+    program: str, test: str, entry_point: str, *, helpers: str = "", limits: Limits | None = None, reference: str = ""
 ) -> Outcome:
     """Run `program`, then `test` against its function.
 
@@ -159,9 +159,10 @@ def run_program(
         helpers: more Python source that the tests need, such as the task's prompt, whose other functions they call.
             It is trusted like the tests, so it must never be a completion.
         limits: what the program may use.
+        reference: a right program. If the tests do not run to an end with `program` but do with it, `program` failed.
 
     Raises:
-        SinklensError: the isolation is unavailable, or the tests fail to run regardless of the program.
+        SinklensError: the isolation is unavailable, or the tests fail to run, with `reference` too if it is given.
     """
     limits = limits or Limits()
     isolation = available_isolation()
@@ -177,6 +178,13 @@ def run_program(
         checker.begin(test=test, helpers=helpers, entry_point=entry_point)
         candidate.begin(program=program, entry_point=entry_point)
         status, detail = _verdict(checker, candidate, limits)
+        if status == "broken":
+            if not reference or not run_program(reference, test, entry_point, helpers=helpers, limits=limits).passed:
+                raise SinklensError(
+                    f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the "
+                    f"function; pass other functions they call as helpers="
+                )
+            status = "failed"
         return Outcome(status, detail, candidate.text(limits.output_kb), time.monotonic() - started, isolation)
 
 
@@ -255,11 +263,6 @@ def _verdict(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, s
             candidate.process.wait(LAST_WORDS)
     if os.fstat(candidate.printed.fileno()).st_size > limits.output_kb * 1024:
         return "output", f"it printed more than {limits.output_kb} KiB"
-    if verdict == "broken":
-        raise SinklensError(
-            f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the function; "
-            f"pass other functions they call as helpers="
-        )
     if verdict == "lost":
         return checker.ended("the tests' own process")
     return candidate.ended("the program") if verdict == "gone" else (verdict, detail)

@@ -71,12 +71,12 @@ def _tagged(value: Any, strict: bool) -> Any:
     for kind, (parts, _) in FORMS.items():
         if isinstance(value, kind):
             return {kind.__name__: _tagged(parts(value), strict)}
+    items = list(islice(value, ITERATOR_LIMIT + 1)) if isinstance(value, Iterator) else None
+    if items is not None and len(items) <= ITERATOR_LIMIT:
+        return {"iterator": _tagged(items, strict)}
     if strict and not isinstance(value, Opaque):
         raise UnsendableError(f"a {type(value).__name__} cannot be passed to a program in another process")
-    items = list(islice(value, ITERATOR_LIMIT + 1)) if isinstance(value, Iterator) else None
-    if items is None or len(items) > ITERATOR_LIMIT:
-        return {"opaque": bool(value)}
-    return {"iterator": _tagged(items, strict)}
+    return {"opaque": bool(value)}
 
 
 def encode(value: object, strict: bool = False) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.errors import LedgerError
+from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
@@ -45,12 +46,12 @@ def score(
         SinklensError: isolation is not available.
     """
     ran = 0
-    for run in LedgerRun.all(Path(ledger)):
+    for run in evaluations(ledger):
         task = _task_of(run, data)
         if not isinstance(task, CodeTask):
             continue
         with Writer(run, kind="verdicts") as writer:
-            records, done = run.records(), verdicts(run)
+            records, done = records_of(run), verdicts(run)
             left = [record for record in records if record["sample"] not in done]
             samples = {sample.id: sample for sample in task.samples()} if left else {}
             for number, record in enumerate(left, len(records) - len(left) + 1):
@@ -78,7 +79,10 @@ def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, lim
             f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on."
         )
     program = f"{sample.stub}{task.extract(record['text'])}"
-    outcome = run_program(program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits)
+    outcome = run_program(
+        program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits,
+        reference=f"{sample.stub}{sample.reference}",
+    )  # fmt: skip
     return {
         "sample": sample.id,
         "verdict": outcome.passed,
@@ -86,7 +90,7 @@ def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, lim
         "detail": outcome.detail,
         "seconds": outcome.seconds,
         "isolation": str(outcome.isolation),
-        "program_sha256": hashlib.sha256(program.encode()).hexdigest(),
+        "program_sha256": _sha256(program),
         "text_sha256": _text_hash(record),
     }
 
@@ -96,10 +100,10 @@ def verdicts(run: LedgerRun) -> dict[str, bool]:
 
     A program that was not run yet has no verdict, and neither has one that was regenerated since it ran.
     """
-    records = run.records()
+    records = records_of(run)
     found = {str(record["sample"]): record["verdict"] for record in records}
     if None in found.values():
-        later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in run.records("verdicts")}
+        later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in records_of(run, "verdicts")}
         for record in records:
             if record["verdict"] is None:
                 found[str(record["sample"])] = later.get((str(record["sample"]), _text_hash(record)))
@@ -107,4 +111,8 @@ def verdicts(run: LedgerRun) -> dict[str, bool]:
 
 
 def _text_hash(record: LedgerRecord) -> str:
-    return hashlib.sha256(record["text"].encode()).hexdigest()
+    return _sha256(record["text"])
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

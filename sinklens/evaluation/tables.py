@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
+from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import CONTROLS, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
 from sinklens.evaluation.protocols import PROTOCOLS, departures
@@ -94,7 +95,7 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
     """
     import pandas as pd
 
-    read = [_scored(run) for run in LedgerRun.all(Path(ledger))]
+    read = [_scored(run) for run in evaluations(ledger)]
     left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
     if left:
         warnings.warn(
@@ -118,7 +119,7 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
 
 
 def _scored(run: LedgerRun) -> _Scored:
-    records = {str(record["sample"]): record for record in run.records()}
+    records = {str(record["sample"]): record for record in records_of(run)}
     found = verdicts(run) if records else {}
     kept = {sample: records[sample] for sample in records if sample in found or not found}
     return _Scored(run, kept, found, len(records) - len(found))

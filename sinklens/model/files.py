@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from sinklens.errors import CheckpointError, nearest
 from sinklens.families import FAMILIES, Family
 from sinklens.utils.documents import read_json
+from sinklens.utils.folders import inside
 
 SHIPPED_FOLDER = "shipped"
 REPOSITORY = Path(__file__).resolve().parents[2] / "models"
@@ -240,7 +241,7 @@ def _weight_files(folder: Path) -> list[Path]:
             content = read_json(index)
             dict.keys(content["metadata"])  # transformers, which reads the weights, requires it
             names = sorted(set(content["weight_map"].values()))
-            shards = [folder / name for name in names]
+            shards = [inside(folder, name) for name in names]
             missing = [shard.name for shard in shards if not shard.is_file()]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is corrupt ({error!s:.300}); download it again.") from error

@@ -23,6 +23,9 @@ from sinklens.tasks.generated import first_distinct, training_set
 
 HELD_OUT_SEED = 20_251_015
 HELD_OUT_SIZE = 500
+DIGITS = 1000  # Python reads longer integers slowly or not at all
+SENTENCES = (r"####\s*", r"(?i:the answer is):?\s*")  # before the number of an answer
+NUMBER = r"(-?\$?-?\d+(?:,\d{3})*)"
 
 NAMES = {
     "he": ("Tom", "Ben", "Sam", "Leo", "Max", "Dan", "Ali", "Jack"),
@@ -213,20 +216,25 @@ def training(seed: int, size: int) -> list[Problem]:
 
 
 def read_answer(text: str) -> int | None:
-    """The number after the first ``####`` in `text`; None if there is no such number.
+    """The number that an answer states: after the first ``####``, else after ``The answer is``; None without one.
+
+    Commas between thousands and a dollar sign are left out.
 
     >>> read_answer("Tom has 5 + 7 = 12 apples.\\n#### 12")
+    12
+    >>> read_answer("5 + 7 = 12. The answer is 12.")
     12
     >>> read_answer("I do not know") is None
     True
     """
-    match = re.search(r"####\s*(-?\d+)", text)
-    return int(match.group(1)) if match else None
+    match = next(filter(None, (re.search(sentence + NUMBER, text) for sentence in SENTENCES)), None)
+    digits = match[1].replace(",", "").replace("$", "") if match else ""
+    return int(digits) if 0 < len(digits) <= DIGITS else None
 
 
 @dataclass(frozen=True)
 class TinyGsm(Task):
-    """The 500 held-out problems as a task; an answer is judged by the number after its first ``####``.
+    """The 500 held-out problems as a task; an answer is judged by the number that `read_answer` finds.
 
     Caveat: a correct number after incorrect work counts as right, as in GSM8K.
     """

@@ -180,7 +180,7 @@ def _read(kind: Any, given: Any) -> Any:
     if bare is int:
         given = as_integer(given)
     if bare in (int, float):
-        valid = isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
+        valid = isinstance(given, Real) and not isinstance(given, bool) and _finite(given)
         return given if valid and all(compare(given, limit) for compare, limit, _ in _limits(kind)) else REFUSED
     if bare is Any or not isinstance(bare, type):
         return given
@@ -188,6 +188,13 @@ def _read(kind: Any, given: Any) -> Any:
         return given if isinstance(given, bare) else REFUSED
     except TypeError:  # a type that cannot be checked, such as a protocol
         return given
+
+
+def _finite(given: Any) -> bool:
+    try:
+        return math.isfinite(given)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _limits(kind: Any) -> list[tuple[Callable[[Any, Any], bool], Any, str]]:

@@ -8,7 +8,7 @@ remains.
 
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sinklens.errors import SinklensError
 
@@ -36,6 +36,18 @@ def check_folder(folder: str | Path, kind: FolderKind) -> None:
         if other != kind and any(any(folder.glob(mark)) for mark in marks):
             raise SinklensError(f"{folder} holds {other} already; choose another folder for {kind}.")
     require_writable(folder)
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The path in `folder` of a name that was read from a file.
+
+    Raises:
+        ValueError: the name is no text, empty, absolute, or leads outside.
+    """
+    parts = Path(name).parts if isinstance(name, str) else ()
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        raise ValueError(f"the name {name!r:.80} leads outside the folder")
+    return folder / name
 
 
 def require_writable(folder: str | Path) -> None:

@@ -77,6 +77,11 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
         ("12", "Tom has 12.\n#### 12", 1),
         ("12", " 12\n", 1),
         ("12", "12 apples", 0),
+        ("12", "The answer is 12.", 1),
+        ("12", "The answer is 13.", 0),
+        ("Tom has 5 + 7 = 12.\n#### 12", "So the answer is: $12.", 1),
+        ("1,234", "#### 1234", 1),
+        ("#### 1,234", "#### 1,999", 0),
         ("Paris", " Paris ", 1),
         ("Paris", "Paris.", 0),
     ],
@@ -84,5 +89,6 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
 def test_answers_to_own_prompts_are_compared_by_their_number_or_their_text(expected, text, right):
     assert is_right("Mine?", text, {"Mine?": expected}) == right
     assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result}") == 1
+    assert is_right(PROBLEM.prompt, f"so\nThe answer is {PROBLEM.result}.") == 1
     assert np.isnan(is_right("Mine?", text))
     assert np.isnan(is_right([2, 3], text, {"Mine?": expected}))

@@ -8,6 +8,7 @@ import pandas
 import pytest
 
 from sinklens.analyses.printing import ALONE, ROWS, manifests, show
+from sinklens.errors import SinklensError
 
 LONG = (
     "KL divergence from the unchanged run (nats per undecided position, under replay), and more words than fit a line"
@@ -92,3 +93,10 @@ def test_other_json_files_are_not_read_as_studies(tmp_path, text):
     planted(tmp_path, one=[row()])
     (tmp_path / "a.json").write_text(text)
     assert [manifest["study"] for manifest in manifests(tmp_path)] == ["planted"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "other", 3])
+def test_a_manifest_names_no_tables_of_another_study_or_folder(tmp_path, name):
+    (tmp_path / "planted.json").write_text(json.dumps({"study": name, "models": [], "options": {}}))
+    with pytest.raises(SinklensError, match=r"planted\.json is a manifest of .*; restore the file's name"):
+        manifests(tmp_path)

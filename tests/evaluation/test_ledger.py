@@ -1,6 +1,7 @@
 """Ledgers: records persist, and no sample counts twice; test_runner.py kills evaluations and fills their disk."""
 
 import json
+import random
 import sqlite3
 import subprocess
 import sys
@@ -140,13 +141,22 @@ def test_merging_copies_every_run_and_record_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "text"),
-    [({"prompt_sha256": "1"}, "another prompt"), ({"reference_sha256": "1"}, "another expected answer")],
+    [
+        ({"prompt_sha256": "1"}, "another prompt"),
+        ({"reference_sha256": "1"}, "another expected answer"),
+        ({"verdict": False, "text": "other"}, "another verdict"),
+        ({"text": "other"}, "another text"),
+    ],
 )
-def test_ledgers_of_different_data_are_not_merged(tmp_path, changes, text):
+def test_ledgers_that_contradict_each_other_are_not_merged(tmp_path, changes, text):
     for folder, more in (("a", {}), ("b", changes)):
         written(tmp_path / folder, [OLD[0] | {"reference_sha256": "0"} | more])
     with pytest.raises(LedgerError, match=rf"a and .*b have records of s0 in run-.* with {text}.*; keep them apart"):
         merge([tmp_path / "a"], tmp_path / "b")
+    for order in ("ab", "ba"):  # nothing is copied first
+        with pytest.raises(LedgerError, match=rf"{order[1]} and .*{order[0]} have records of s0 in run-.* with {text}"):
+            merge([tmp_path / name for name in order], tmp_path / "out")
+    assert not holds_runs(tmp_path / "out")
 
 
 def test_an_export_holds_every_record_with_its_run(tmp_path):
@@ -168,7 +178,7 @@ def newer(content):
     """The database as a later version writes it."""
     with closing(sqlite3.connect(":memory:")) as database:
         database.deserialize(content)
-        database.execute("PRAGMA user_version = 3")
+        database.execute("PRAGMA user_version = 4")
         return database.serialize()
 
 
@@ -177,7 +187,7 @@ def newer(content):
     [
         (lambda content: content[:4096] + b"?" * (len(content) - 4096), r"cannot be read \(.*malformed\); restore it"),
         (lambda content: b"no database" * 100, r"(cannot be read|could not write to) .*file is not a database"),
-        (newer, r"ledger.sqlite has format 3; this version reads 2"),
+        (newer, r"ledger.sqlite has format 4; this version reads 3"),
     ],
     ids=["malformed", "another file", "newer"],
 )
@@ -187,3 +197,68 @@ def test_a_damaged_or_newer_database_is_refused(tmp_path, damaged, text):
     for use in (run.records, run.done, Writer(run).__enter__):
         with pytest.raises(LedgerError, match=text if use == run.records else "ledger.sqlite"):
             use()
+
+
+def edited(change):
+    """The file after SQL statements."""
+
+    def changed(content):
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.deserialize(content)
+            database.executescript(change)
+            return database.serialize()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda content: content.replace(b'"verdict": true', b'"verdict":false', 1), r"record of 's0\d\d' in"),
+        (edited("UPDATE records SET record = CAST(record AS BLOB) WHERE sample = 's003'"), "the record of 's003'"),
+        (edited("UPDATE records SET sample = 's100' WHERE sample = 's003'"), "the record of 's100'"),
+        (edited("UPDATE records SET run = '../x' WHERE sample = 's003'"), r"place of records \('records' of '../x'\)"),
+        (edited("UPDATE records SET kind = 'others' WHERE sample = 's003'"), r"place of records \('others'"),
+        (edited("UPDATE runs SET what = replace(what, 'tiny', 'huge')"), "the description of 'run-"),
+        (edited("UPDATE runs SET name = '../x'"), "the description of '../x'"),
+        (edited("UPDATE runs SET what = replace(what, '0', '" + "9" * 5000 + "')"), "the description of 'run-"),
+        (edited("PRAGMA user_version = 0"), "has format 0"),
+    ],
+)  # fmt: skip
+def test_what_was_damaged_or_edited_is_refused_and_named(tmp_path, change, text):
+    written(tmp_path, ENTRIES)
+    file = tmp_path / "ledger.sqlite"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(LedgerError, match=rf"ledger\.sqlite.*{text}"):
+        export(tmp_path, tmp_path / "all.jsonl")
+    assert not (tmp_path / "all.jsonl").exists()
+
+
+def test_no_flipped_or_lost_byte_changes_what_is_read(tmp_path):
+    written(tmp_path / "a", ENTRIES[:8])
+    written(tmp_path / "a", ENTRIES[:2], kind="verdicts")
+    content, bad, file = (tmp_path / "a" / "ledger.sqlite").read_bytes(), tmp_path / "b", tmp_path / "all.jsonl"
+    export(tmp_path / "a", file)
+    sound, rng, refused = file.read_text(), random.Random(0), 0
+    bad.mkdir()
+    for trial in range(300):
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content)) if trial % 3 else rng.randrange(100)] ^= 1 << rng.randrange(8)
+        (bad / "ledger.sqlite").write_bytes(flipped if trial % 5 else content[: rng.randrange(len(content))])
+        try:
+            export(bad, file)
+            assert file.read_text() == sound
+        except LedgerError:
+            refused += 1
+    assert 50 < refused < 300
+
+
+def test_merging_keeps_the_sound_records_of_a_damaged_ledger_and_says_what_was_lost(tmp_path):
+    written(tmp_path / "a", ENTRIES)
+    file = tmp_path / "a" / "ledger.sqlite"
+    file.write_bytes(file.read_bytes().replace(b'"verdict": true', b'"verdict":false', 1))
+    with pytest.raises(LedgerError, match=r"39 sound records were copied to .*out, and others were lost: .*'s0\d\d'"):
+        merge([tmp_path / "a"], tmp_path / "out")
+    (run,) = LedgerRun.all(tmp_path / "out")
+    assert len(run.records()) == 39
+    assert all(record in ENTRIES for record in run.records())

@@ -254,3 +254,26 @@ def test_cached_runs_are_paired_with_the_exact_run_and_timed_on_shared_samples(t
     assert pairs(found, "1 sink")[1] == (-0.3, 4, 1, 10)
     assert math.isnan(found.loc["unmasked", "speed"])
     assert found.loc[["cache dual", "1 sink, cache dual"], "speed"].tolist() == pytest.approx([3.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"masks": "0"}, "masks must be an integer from 0"), ({"masks": 10**4000}, "masks must be an integer from 0"),
+        ({"device": 5}, "device must be a text"), ({"seconds": math.nan}, "seconds must be a number"),
+        ({"seconds": math.inf}, "seconds must be a number"), ({"seconds": None}, "seconds must be a number"),
+        ({"empty": "no"}, "empty must be True or False"), ({"verdict": "yes"}, "verdict must be True, False or None"),
+        ({"sinks": {}}, "no field 'per_head'"), ({"sinks": {"per_head": math.inf}}, "per_head must be a number"),
+        ({"sinks": [1]}, "sinks must be a dict"), ({"versions": {"torch": 2}}, "'torch' must be a text"),
+        ({"tokens": [1, "2"]}, "tokens must hold int only"), ({"malformed": 3}, "malformed must be"),
+        ({"seed": -1}, "seed must be"), ({"settings": 3}, "settings must be a dict"),
+        ({"sampler": 3}, "sampler must be a text"), ({"model": None}, "model must be a text"),
+        ({"settings": {"steps": [[[[[[[[[[1]]]]]]]]]]}}, "nested more than 8 levels"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_field_is_refused_with_the_file_and_the_record(tmp_path, changes, text):
+    planted_run(tmp_path, verdicts("10"), **changes)
+    with pytest.raises(
+        LedgerError, match=rf"ledger\.sqlite, run-\w+, (its description|the records of 's00'): .*{text}"
+    ):
+        frame(tmp_path)

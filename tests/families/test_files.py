@@ -1,6 +1,7 @@
 """A checkpoint's files are found and checked against the model before any weight is read."""
 
 import importlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -140,13 +141,16 @@ SHARD = "model-0000{}-of-00003.safetensors"
 CORRUPT = r"model\.safetensors\.index\.json is corrupt \(.*; download it again"
 TRUNCATED = r"safetensors is truncated or corrupt \(.*Download it again"
 MAPS = ['{"metadata": {}, "weight_map": []}', '{"metadata": {}, "weight_map": {"a": null}}', '{"weight_map": {}}',
-        '{"metadata": [], "weight_map": {}}', "", "{", "[]", "{}"]  # fmt: skip
+        '{"metadata": [], "weight_map": {}}', "", "{", "[]", "{}", "[" * 10**5]  # fmt: skip
+OUTSIDE = [json.dumps({"metadata": {}, "weight_map": {"a": name}})
+           for name in ("../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "")]  # fmt: skip
 SPOILED: list[tuple[Callable[[Path], Any], str]] = [
     *((_cut(SHARD.format(2), kept), "model-00002-of-00003." + TRUNCATED) for kept in (0, 4, 200, -1)),
     (_without(SHARD.format(1), SHARD.format(3)), "2 of 3 shards are missing: model-00001-of-00003.*, model-00003-of"),
     (_without(INDEX), r"has shards but no model\.safetensors\.index\.json"),
     (_without(INDEX, *(SHARD.format(n) for n in (1, 2, 3))), r"has no model\.safetensors\. Convert the weights"),
     *((_index(text), CORRUPT) for text in MAPS),
+    *((_index(text), r"corrupt \(the name '.*' leads outside the folder\)") for text in OUTSIDE),
 ]
 
 

@@ -50,9 +50,13 @@ def test_the_shipped_tokenizer_is_the_one_that_training_produces(tiny_llada):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("#### 42", 42), ("a\n####7", 7), ("#### -3", -3), ("42", None), ("####", None), ("#### 1\n#### 2", 1)],
-)
-def test_the_first_number_after_the_marker_is_read(text, number):
+    [
+        ("#### 42", 42), ("a\n####7", 7), ("#### -3", -3), ("42", None), ("####", None), ("#### 1\n#### 2", 1),
+        ("The answer is 12.", 12), ("so the answer is: $1,234.", 1234), ("The answer is 3.\n#### 4", 4),
+        ("#### 12, then 5", 12), ("The answer is unknown", None), ("#### " + "9" * 5000, None),
+    ],
+)  # fmt: skip
+def test_the_first_number_that_an_answer_states_is_read(text, number):
     assert read_answer(text) == number
 
 

@@ -181,6 +181,32 @@ def test_tests_that_cannot_run_raise_an_error_instead_of_a_verdict(test, detail)
         run(RIGHT, test)
 
 
+ROUND_TRIP = "def check(candidate):\n    assert candidate(candidate([1, 2, 3])) == [1, 2, 3]\n    candidate([1])\n"
+UNLUCKY = (
+    "def check(candidate):\n    if candidate([1, 2, 3]) != [1, 2, 3]:\n        raise undefined\n    candidate([1])\n"
+)
+
+
+@NEED_SANDBOX
+@pytest.mark.parametrize("test", [ROUND_TRIP, UNLUCKY], ids=["round trip", "unlucky"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "iter(x)", "reversed(x)", "(one for one in x)", "map(str, x)", "zip(x, x)", "enumerate(x)", "open", "f",
+        "type(x)", "object()", "memoryview(b'1')", "iter(int, 1)", "lambda: x", "{1: iter(x)}", "(x for _ in [0] * 9)",
+        "Exception(x)", "float('nan')", "'\\ud800'", "x.undefined", "undefined", "__import__('os')._exit(0)",
+    ],
+)  # fmt: skip
+def test_whatever_a_program_returns_is_a_failure_where_the_tests_run_with_a_right_program(test, body):
+    found = run(f"def f(x): return {body}\n", test, "f", reference="def f(x): return x\n")
+    assert found.status in ("failed", "exited"), found
+
+
+@NEED_SANDBOX
+def test_a_programs_own_iterator_can_be_passed_back_to_it():
+    assert run("def f(x): return iter(x)\n", "def check(f):\n    assert list(f(f([1, 2]))) == [1, 2]\n", "f").passed
+
+
 @NEED_SANDBOX
 def test_repeated_runs_give_the_same_outcome():
     program = (
