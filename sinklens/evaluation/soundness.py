@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -192,17 +193,17 @@ def changes(model: "Model") -> Iterator[Change]:
             found.setdefault("left out", {})[layer] = [(value, torch.zeros_like(value)) for value in weights]
         for what, places in found.items():
             for layer, values in places.items():
-                yield Change(f"{stack}.{layer}: {what}", lambda values=values: _put(values))
+                yield Change(f"{stack}.{layer}: {what}", partial(_put, values))
             if what != "left out":
                 every = [pair for values in places.values() for pair in values]
-                yield Change(f"{stack}: {what} in all layers", lambda every=every: _put(every))
+                yield Change(f"{stack}: {what} in all layers", partial(_put, every))
         for layer, after in zip(layers, list(layers)[1:], strict=False):
             whole = [
                 {f"{name}.{key}": value for name, module in layers[one].items() for key, value in _own(module).items()}
                 for one in (layer, after)
             ]
             if both := _exchange(*whole):
-                yield Change(f"{stack}: layers {layer} and {after} exchanged", lambda both=both: _put(both))
+                yield Change(f"{stack}: layers {layer} and {after} exchanged", partial(_put, both))
     yield from _settings(model)
 
 
@@ -211,7 +212,12 @@ def _put(values: Values) -> Callable[[], None]:
     before = [(weight, weight.data) for weight, _ in values]
     for weight, value in values:
         weight.data = value
-    return lambda: [setattr(weight, "data", value) for weight, value in before] and None
+
+    def undo() -> None:
+        for weight, value in before:
+            weight.data = value
+
+    return undo
 
 
 def _settings(model: "Model") -> Iterator[Change]:
@@ -221,17 +227,22 @@ def _settings(model: "Model") -> Iterator[Change]:
         before = [(module, getattr(module, attribute)) for module, _ in values]
         for module, value in values:
             setattr(module, attribute, value)
-        return lambda: [setattr(module, attribute, value) for module, value in before] and None
+
+        def undo() -> None:
+            for module, value in before:
+                setattr(module, attribute, value)
+
+        return undo
 
     rotary = [(module, found) for module in modules if isinstance(found := getattr(module, "inv_freq", None), Tensor)]
     for factor in THETAS if rotary else ():
         turned = [
             (module, found * factor ** -torch.linspace(0, 1, len(found) + 1)[:-1].to(found)) for module, found in rotary
         ]
-        yield Change(f"rope theta times {factor:g}", lambda turned=turned: put("inv_freq", turned))
+        yield Change(f"rope theta times {factor:g}", partial(put, "inv_freq", turned))
     norms = [module for module in modules if isinstance(getattr(module, eps, None), float)]
     for value in EPSILONS if norms else ():
-        yield Change(f"epsilon {value:g}", lambda value=value: put(eps, [(module, value) for module in norms]))
+        yield Change(f"epsilon {value:g}", partial(put, eps, [(module, value) for module in norms]))
 
 
 def layer_check(model: "Model") -> Damage:
@@ -248,8 +259,8 @@ def layer_check(model: "Model") -> Damage:
             odd += [f"the spread of {stack}.{layer}.{name} is {text}" for layer, text in _far(found)]
     odd += _odd_activations(model)
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-    found = "; ".join(odd[:3]) + more or "all layers resemble their neighbours"
-    return Damage("layers", f"no layer is zero, or {FAR:g} times its neighbours", found, bool(odd))
+    said = "; ".join(odd[:3]) + more or "all layers resemble their neighbours"
+    return Damage("layers", f"no layer is zero, or {FAR:g} times its neighbours", said, bool(odd))
 
 
 def _far(found: dict[int, float]) -> Iterator[tuple[int, str]]:

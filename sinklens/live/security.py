@@ -207,7 +207,7 @@ def _lingering(send: Send, receive: Receive) -> Send:
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.body":
-            await send(message | {"more_body": True})
+            await send({**message, "more_body": True})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LINGER):
                     while (await receive()).get("more_body"):

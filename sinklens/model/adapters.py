@@ -45,7 +45,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # the other starts change the weights of
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-_EMPTY = (None, False, [], {}, "")
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.weight)?")
 _SAVED = re.compile(r"(?P<path>.+?)(?:\.modules_to_save)?(?:\.base_layer)?\.(?P<kind>weight|bias)")

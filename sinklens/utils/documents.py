@@ -86,9 +86,9 @@ def read_yaml(file: Path, error: Callable[[str], SinklensError] = CheckpointErro
 
     class Plain(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if getattr(self.peek_event(), "anchor", None):  # type: ignore[no-untyped-call]
+            if getattr(self.peek_event(), "anchor", None):
                 raise ValueError("anchors and aliases are not read; write the values out")
-            return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
 
     try:
         text = json.dumps(yaml.load(read_text(file, error, MOST_YAML), Loader=Plain), allow_nan=False)

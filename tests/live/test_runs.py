@@ -257,7 +257,11 @@ NOWHERE = {  # name: (chip, model, text)
     "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
     "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
     "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
-    "no room": (PATCH | {"prompt": PROMPT * 60}, "tiny-llada", "a prompt of 1381 tokens and gen_length 8 need"),
+    "no room": (
+        PATCH | {"prompt": PROMPT * 60},
+        "tiny-llada",
+        "tiny-llada has 128 positions, and a pass would need 1389",
+    ),
     "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
 }
 
