@@ -1,10 +1,10 @@
-"""Weights of modules, which accelerate may have offloaded, or bitsandbytes or torchao quantized.
+"""Weights of modules, which accelerate may have offloaded, or bitsandbytes quantized.
 
 A model that is split over devices may have layers whose weights are in main memory or on disk. accelerate loads them
 onto the device just before such a module's ``forward`` and removes them after it; between calls, the parameter is an
 empty tensor on the meta device. A tap runs after ``forward``, so it has to load them again.
 
-A quantized layer stores its matrix in few bits with scales, in a form that its library chooses; reading it is refused.
+A quantized layer stores its matrix in few bits with scales; reading it is refused.
 
 Pitfall: a weight loaded here is a copy; writing to it changes nothing.
 """
@@ -22,12 +22,10 @@ from sinklens.errors import SettingError
 SHORT = (torch.int8, torch.uint8, torch.int16, torch.bool)  # integers that float32 represents exactly
 
 
-def form_of(module: nn.Module, name: str = "weight") -> str | None:
-    """How the weight called `name` of `module` is quantized, such as "torchao Int8Tensor"; None if it is not."""
-    if name == "weight" and type(module).__module__.startswith("bitsandbytes."):
-        return f"bitsandbytes {type(module).__name__}"
-    kind = type(getattr(module, name, None))
-    return f"torchao {kind.__name__}" if kind.__module__.startswith("torchao.") else None
+def form_of(module: nn.Module) -> str | None:
+    """How the weight of `module` is quantized, such as "bitsandbytes Linear4bit"; None if it is not."""
+    kind = type(module)
+    return f"bitsandbytes {kind.__name__}" if kind.__module__.startswith("bitsandbytes.") else None
 
 
 def weight_of(module: Any) -> Tensor:
@@ -44,7 +42,7 @@ def value_of(root: Any, name: str) -> Any:
     """
     path, _, attribute = name.rpartition(".")
     module = root.get_submodule(path)
-    form = form_of(module, attribute)
+    form = form_of(module) if attribute == "weight" else None
     if form is not None:
         raise SettingError(f"{name} is quantized ({form}); load the model without quantization to read weights.")
     return _loaded(module, attribute)
@@ -59,22 +57,16 @@ def _loaded(module: Any, attribute: str) -> Any:
 
 
 def stored_values(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of everything that ``state_dict`` lists, on the device where its module computes."""
+    """Name and value of everything that ``state_dict`` lists, on the device where its module computes.
+
+    Integers that float32 would round come in words of 16 bits, for fingerprints.
+    """
     for name, value in root.state_dict().items():
-        path, _, attribute = name.rpartition(".")
         if isinstance(value, Tensor):
-            yield from _numbers_in(name, _loaded(root.get_submodule(path), attribute) if value.is_meta else value)
-
-
-def _numbers_in(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A stored tensor for a fingerprint: torchao's in parts, integers that float32 would round in words of 16 bits."""
-    if hasattr(value, "__tensor_flatten__"):
-        for part in value.__tensor_flatten__()[0]:
-            yield from _numbers_in(f"{name}.{part}", getattr(value, part))
-    elif value.is_floating_point() or value.dtype in SHORT:
-        yield name, value
-    else:
-        yield name, value.contiguous().view(torch.int16)
+            path, _, attribute = name.rpartition(".")
+            found = _loaded(root.get_submodule(path), attribute) if value.is_meta else value
+            exact = found.is_floating_point() or found.dtype in SHORT
+            yield name, found if exact else found.contiguous().view(torch.int16)
 
 
 def class_forward(module: Any, *inputs: Tensor) -> Tensor:

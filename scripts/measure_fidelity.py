@@ -1,6 +1,6 @@
 """Measures how far quantized shipped models are from the full-precision ones; prints the table of large-models.md.
 
-python scripts/measure_fidelity.py [MODEL ...] [--methods torchao-int8,bnb-nf4]
+python scripts/measure_fidelity.py [MODEL ...] [--methods bnb-int8,bnb-nf4]
 """
 
 import argparse
@@ -16,7 +16,7 @@ def main() -> None:
     """Print one line for each model and method."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=["tiny-llada", "tiny-dream", "tiny-llada-moe"])
-    parser.add_argument("--methods", default="torchao-int8,bnb-nf4")
+    parser.add_argument("--methods", default="bnb-int8,bnb-nf4")
     options = parser.parse_args()
     prompts = [sample.prompt for sample in find_task("tiny-gsm").samples(PROMPTS)]
     print(

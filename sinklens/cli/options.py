@@ -74,7 +74,7 @@ class LoadingOfRun(Device, OfFamily, total=False):
     quantization: Annotated[
         str,
         Parameter(
-            help="quantize full-precision weights while they are read: bnb-int8, bnb-nf4 or torchao-int8 (default: "
+            help="quantize full-precision weights while they are read: bnb-int8 or bnb-nf4 (default: "
             "they stay as they are)"
         ),
     ]

@@ -53,7 +53,7 @@ def plan(
     keep: bool = False,
     no_sinks: bool = False,
     cached: bool = False,
-    quantization: Literal["none", "bnb-int8", "bnb-nf4", "torchao-int8"] = "none",
+    quantization: Literal["none", "bnb-int8", "bnb-nf4"] = "none",
     element_type: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     cards: Names = CARDS,
     utilization: float = 0.4,

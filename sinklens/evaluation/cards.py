@@ -85,7 +85,7 @@ def find_card(name: str) -> Card:
 WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
 """Short names of points in every layer, for `plan_run`."""
 
-QUANTIZATIONS = {"none": None, "bnb-int8": 1.0, "bnb-nf4": 0.5 + 4 / 64, "torchao-int8": 1.0}
+QUANTIZATIONS = {"none": None, "bnb-int8": 1.0, "bnb-nf4": 0.5 + 4 / 64}
 """Name as in `sinklens.load` -> bytes per weight of the linear layers; None for those of the element type.
 
 NF4 (Dettmers et al., 2305.14314) has a float32 scale per 64 weights. The scales per row of 8-bit weights are below 1 %

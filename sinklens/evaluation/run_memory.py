@@ -152,7 +152,7 @@ def plan_run(
         keep: the values stay on the device until the step ends, as in `run_with_cache`.
         record_sinks: record sink scores, as a run does by default.
         cached: the run has a cache policy, which stores keys and values of all positions.
-        quantization: "none", "bnb-int8", "bnb-nf4" or "torchao-int8"; of linear layers, not of stacked experts,
+        quantization: "none", "bnb-int8" or "bnb-nf4"; of linear layers, not of stacked experts,
             embeddings and the head. A quantized checkpoint is planned as it is stored.
         dtype: element type of weights and activations.
         load: ``revision``, ``family`` and ``block_length`` of `sinklens.load`.
@@ -233,7 +233,7 @@ def weights_by_quantization(model: "Model", quantization: str) -> dict[str, int]
             f"this checkpoint is quantized already, by {config['quant_method']}, so quantization={quantization!r} does "
             f"not apply; leave it out."
         )
-    stored = "bnb-nf4" if config.get("load_in_4bit") else "bnb-int8" if config.get("load_in_8bit") else "torchao-int8"
+    stored = "bnb-nf4" if config.get("load_in_4bit") else "bnb-int8"
     return {stored: found[stored]}
 
 

@@ -85,7 +85,7 @@ def effect(
     sums over fewer queries have other sinks even if no attention changed. So a fourth run repeats the exact one with
     sums over the queries of the third, and these two are compared.
 
-        full, small = sinklens.load("tiny-llada"), sinklens.load("tiny-llada", quantization="torchao-int8")
+        full, small = sinklens.load("tiny-llada"), sinklens.load("tiny-llada", quantization="bnb-int8")
         print(effect(full, prompts, other=small, gen_length=16).sinks_moved)
 
     Args:

@@ -176,7 +176,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     device = _device(request.device)
     dtype = dtype_for(request.dtype, weights, device, packed is not None)
     if request.quantization is not None:
-        quantization.check_wanted(request.quantization, packed, family, str(folder))
+        quantization.check_wanted(request.quantization, packed, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
@@ -394,7 +394,7 @@ def from_pretrained_model(
             f"model_type {kind!r}; name another family, or leave family= out."
         )
     if raw.get("quantization_config") is not None:
-        quantization.library_of(raw["quantization_config"], type(hf).__name__)
+        quantization.check_library(raw["quantization_config"], type(hf).__name__)
     if type(hf).__module__.startswith("transformers_modules"):
         raise CheckpointError(
             f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "

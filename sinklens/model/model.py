@@ -315,8 +315,8 @@ def load(
             determine it; by default the family that config.json names.
         block_length: positions per block of a block-causal model; by default the number that config.json names.
         mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
-        quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4", "torchao-int8"
-            or a config of transformers for bitsandbytes or torchao; by default they stay as they are.
+        quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4" or a
+            config of transformers for bitsandbytes; by default they stay as they are.
         adapter: folder or hub name of a LoRA adapter in peft's format, which is merged into the weights; by default
             the one beside the checkpoint's weights, if there is one.
         check: run the self-check (selfcheck.py), which takes a few short passes.

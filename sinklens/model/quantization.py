@@ -1,7 +1,7 @@
-"""Quantized weights, through transformers' quantizers for bitsandbytes and torchao.
+"""Quantized weights, through transformers' quantizers for bitsandbytes.
 
 ``sinklens.load(..., quantization="bnb-nf4")`` reads full-precision files and quantizes each layer as it is read. A
-checkpoint whose config.json has a ``quantization_config`` of one of these libraries is loaded as it was published.
+checkpoint whose config.json has a ``quantization_config`` of bitsandbytes is loaded as it was published.
 
 Silent failure that is refused: a quantizer that finds none of its layers leaves a model as it was, without an error.
 """
@@ -19,8 +19,8 @@ from sinklens.model.files import rename
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-METHODS = ("bnb-int8", "bnb-nf4", "torchao-int8")
-LIBRARIES = ("bitsandbytes", "torchao")
+METHODS = ("bnb-int8", "bnb-nf4")
+LIBRARY = "bitsandbytes"
 NAMES_OF_MODULES = ("modules_to_not_convert", "llm_int8_skip_modules")
 
 
@@ -34,33 +34,27 @@ def config_for(wanted: Any, dtype: torch.dtype) -> Any:
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
-    if wanted == "torchao-int8":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
     return wanted
 
 
-def library_of(config: Any, where: str) -> str:
-    """The library of a quantization config: one of transformers', or that of a config.json.
+def check_library(config: Any, where: str) -> None:
+    """Refuse a quantization config, one of transformers' or that of a config.json, of another library.
 
     Raises:
-        CheckpointError: it is not one of `LIBRARIES`.
+        CheckpointError: see above.
     """
     found = config if isinstance(config, dict) else vars(config)
     kind = found.get("quant_method")
-    if kind is None and {"load_in_8bit", "load_in_4bit"} & set(found):
-        kind = "bitsandbytes"  # written before transformers named the method
     kind = getattr(kind, "value", kind)
-    if kind not in LIBRARIES:
+    older = kind is None and {"load_in_8bit", "load_in_4bit"} & set(found)  # before transformers named the method
+    if kind != LIBRARY and not older:
         raise CheckpointError(
-            f"{where}: weights quantized by quant_method {kind!r} are not supported; known are "
-            f"{' and '.join(LIBRARIES)}. Load the full-precision checkpoint, with quantization= if it is too large."
+            f"{where}: weights quantized by quant_method {kind!r} are not supported; known is {LIBRARY}. Load the "
+            f"full-precision checkpoint, with quantization= if it is too large."
         )
-    return str(kind)
 
 
-def check_wanted(wanted: Any, packed: Any, family: Family, where: str) -> None:
+def check_wanted(wanted: Any, packed: Any, where: str) -> None:
     """Refuse a value of ``quantization`` that is not known, or does not apply to a full-precision checkpoint.
 
     Raises:
@@ -70,16 +64,12 @@ def check_wanted(wanted: Any, packed: Any, family: Family, where: str) -> None:
         raise CheckpointError(
             f"{where}: this checkpoint is quantized already; leave quantization= out, or load the full-precision one."
         )
-    if isinstance(wanted, str) and wanted not in METHODS:
+    if not isinstance(wanted, str):
+        check_library(wanted, where)
+    elif wanted not in METHODS:
         raise CheckpointError(
             f"quantization={wanted!r} is unknown; choose one of {', '.join(METHODS)}, or pass a quantization config of "
             f"transformers.{nearest(wanted, METHODS)}"
-        )
-    by_bitsandbytes = wanted.startswith("bnb") if isinstance(wanted, str) else library_of(wanted, where) == LIBRARIES[0]
-    if family.fused and not by_bitsandbytes:
-        raise CheckpointError(
-            f"{where}: {family.name} checkpoints store {', '.join(family.fused)} in one piece, of which this method "
-            f"would keep the first part only. Pass quantization='bnb-int8' or 'bnb-nf4'."
         )
 
 
@@ -87,32 +77,31 @@ def published(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, A
     """The ``quantization_config`` of a checkpoint, with modules under transformers' names; None without one.
 
     Raises:
-        CheckpointError: its library is not supported, or the family's weights cannot be loaded so.
+        CheckpointError: its library is not supported, or the family stores several weights as one.
     """
     found = raw.get("quantization_config")
     if found is None:
         return None
-    kind = library_of(found if isinstance(found, dict) else {}, where)
-    if family.fused or (kind == "torchao" and family.renames):
+    check_library(found if isinstance(found, dict) else {}, where)
+    if family.fused:
         raise CheckpointError(
-            f"{where}: the quantized weights of a {family.name} checkpoint cannot be split or renamed as its class "
-            f"needs. Load the full-precision checkpoint with quantization=."
+            f"{where}: the quantized weights of a {family.name} checkpoint cannot be split as its class needs. "
+            f"Load the full-precision checkpoint with quantization=."
         )
     renamed = {
         key: [rename(f"{name}.", family.renames).removesuffix(".") for name in found[key]]
         for key in NAMES_OF_MODULES
         if found.get(key)
     }
-    return {**found, "quant_method": kind, **renamed}
+    return {**found, "quant_method": LIBRARY, **renamed}
 
 
 def quantized_weights(hf: "PreTrainedModel") -> dict[str, str]:
-    """Name of each quantized weight -> its library and form, such as "torchao Int8Tensor"."""
-    libraries = {name: type(value).__module__.partition(".")[0] for name, value in hf.named_parameters()}
+    """Name of each quantized weight -> its library and form, such as "bitsandbytes Params4bit"."""
     return {
-        name: f"{library} {type(hf.get_parameter(name)).__name__}"
-        for name, library in libraries.items()
-        if library in LIBRARIES
+        name: f"{LIBRARY} {type(value).__name__}"
+        for name, value in hf.named_parameters()
+        if type(value).__module__.partition(".")[0] == LIBRARY
     }
 
 
@@ -144,8 +133,7 @@ def read_quantized(
         ) from error
     if not quantized_weights(hf):
         raise CheckpointError(
-            f"the quantizer found none of its layers in this {type(hf).__name__}: torchao, for example, quantizes "
-            f"linear layers, which GPT-2 does not have. Choose another of {', '.join(METHODS)}, or leave "
+            f"the quantizer found none of its layers in this {type(hf).__name__}; it quantizes linear layers. Leave "
             f"quantization= out."
         )
     if any(".experts." in name for name, _ in hf.named_parameters()):

@@ -1,7 +1,6 @@
 """A quantized model computes with the matrices that it stores, and other libraries' formats are refused by name."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from building import random_ids
 from layouts import change_config, write_family
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, GPTQConfig
+from transformers import BitsAndBytesConfig, GPTQConfig
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
@@ -19,11 +18,6 @@ from sinklens.model.quantization import METHODS, published
 from sinklens.model.selfcheck import check
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
-
-
-def _needs(method: str) -> None:
-    library = "bitsandbytes" if method.startswith("bnb") else "torchao"
-    pytest.importorskip(library, reason=f"{library} is not installed")
 
 
 @pytest.fixture
@@ -39,7 +33,7 @@ def _unpacked(weight: torch.nn.Parameter) -> torch.Tensor:
         import bitsandbytes
 
         return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return weight.SCB[:, None] * weight.data / 127 if hasattr(weight, "SCB") else weight.dequantize()
+    return weight.SCB[:, None] * weight.data / 127
 
 
 def _with_stored_matrices(folder: Path, quantized: Any) -> Any:
@@ -57,21 +51,20 @@ def _with_stored_matrices(folder: Path, quantized: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "family", "kinds"),
     [
-        ("torchao-int8", "llama", 7),
         ("bnb-nf4", "llama", 7),
         ("bnb-int8", "llada2", None),  # stores queries, keys and values as one matrix, which is split first
         ("bnb-nf4", "qwen3-moe", None),
     ],
 )
 def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(tmp_path, method, family, kinds):
-    _needs(method)
+    pytest.importorskip("bitsandbytes")
     write_family(tmp_path, family, **SIZES)
     quantized = sinklens.load(tmp_path, quantization=method, check=False)  # a pass would pack its weights for the CPU
     assert kinds in (None, len({name.split(".")[-2] for name in quantized.quantization}))
     plain, ids = _with_stored_matrices(tmp_path, quantized), random_ids()
     with torch.no_grad():
         wanted = plain(ids)
-        bound = 0.1 if method.startswith("bnb") else 1e-4  # bitsandbytes rounds inputs, or multiplies in bfloat16
+        bound = 0.1  # it rounds inputs, or multiplies in bfloat16
         assert (quantized(ids) - wanted).abs().max() < bound * wanted.abs().max()
     check(quantized.tree, quantized.causal)
     place = "blocks.0.attn.hook_result"
@@ -85,7 +78,7 @@ def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(
 @pytest.mark.extended
 def test_a_network_with_noise_levels_is_quantized_by_bitsandbytes():
     """Its embedding of the time takes the element type of what stays in floating point."""
-    _needs("bnb-int8")
+    pytest.importorskip("bitsandbytes")
     model = sinklens.load("tiny-mdlm", quantization=BitsAndBytesConfig(load_in_8bit=True))  # with the self-check
     assert any("time_embed" in name for name in model.quantization)
 
@@ -93,7 +86,7 @@ def test_a_network_with_noise_levels_is_quantized_by_bitsandbytes():
 @pytest.mark.extended
 @pytest.mark.parametrize("method", METHODS)
 def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tmp_path, method):
-    _needs(method)
+    pytest.importorskip("bitsandbytes")
     made, ids = sinklens.load(llama, quantization=method, check=False), random_ids()
     kept = made.quantization
     assert len(kept) == 7 * made.cfg.n_layers
@@ -114,30 +107,28 @@ def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tm
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "message"),
+    ("method", "message"),
     [
-        ("llada2", "torchao-int8", r"query_key_value.weight in one piece, of which .* first part only"),
-        ("llama", "bnb-int9", r"'bnb-int9' is unknown; choose one of bnb-int8, bnb-nf4, torchao-int8"),
-        ("llama", GPTQConfig(bits=4), r"quant_method 'gptq' are not supported; known are bitsandbytes and torchao"),
+        ("bnb-int9", r"'bnb-int9' is unknown; choose one of bnb-int8, bnb-nf4"),
+        (GPTQConfig(bits=4), r"quant_method 'gptq' are not supported; known is bitsandbytes"),
     ],
 )
-def test_a_method_that_does_not_apply_is_refused(tmp_path, family, method, message):
-    write_family(tmp_path, family, hidden_size=24)
+def test_a_method_that_does_not_apply_is_refused(llama, method, message):
     with pytest.raises(CheckpointError, match=message):
-        sinklens.load(tmp_path, quantization=method, device="cpu")
+        sinklens.load(llama, quantization=method, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "fp8", "compressed-tensors", None])
 def test_a_published_form_that_is_not_supported_is_named(llama, kind):
     change_config(llama, quantization_config={"quant_method": kind, "bits": 4})
-    with pytest.raises(CheckpointError, match=rf"quant_method {kind!r} are not supported; known are"):
+    with pytest.raises(CheckpointError, match=rf"quant_method {kind!r} are not supported; known is"):
         sinklens.load(llama)
 
 
 def test_a_library_that_is_not_installed_is_named(llama, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(CheckpointError, match=r"could not load the quantized weights \(.*torchao"):
-        sinklens.load(llama, quantization="torchao-int8")
+    monkeypatch.setattr("transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda *_: False)
+    with pytest.raises(CheckpointError, match=r"could not load the quantized weights \(.*bitsandbytes"):
+        sinklens.load(llama, quantization="bnb-nf4")
 
 
 def test_a_published_config_has_transformers_names_and_no_fused_projections():
@@ -145,15 +136,14 @@ def test_a_published_config_has_transformers_names_and_no_fused_projections():
     found = published(raw, FAMILIES["llada"], "here")
     assert found is not None
     assert (found["llm_int8_skip_modules"], found["quant_method"]) == (["lm_head"], "bitsandbytes")
-    for family, kind in (("llada2", "bitsandbytes"), ("llada", "torchao")):
-        with pytest.raises(CheckpointError, match=r"cannot be split or renamed"):
-            published({"quantization_config": {"quant_method": kind}}, FAMILIES[family], "here")
+    with pytest.raises(CheckpointError, match="cannot be split"):
+        published({"quantization_config": {"quant_method": "bitsandbytes"}}, FAMILIES["llada2"], "here")
 
 
 def test_a_model_in_memory_cannot_be_quantized_or_divided_among_processes(llama):
     hf = sinklens.load(llama, check=False).release()
     with pytest.raises(CheckpointError, match="quantization applies only while loading"):
-        sinklens.load(hf, quantization="torchao-int8")
+        sinklens.load(hf, quantization="bnb-int8")
     hf.config.quantization_config = GPTQConfig(bits=4)
     with pytest.raises(CheckpointError, match="quant_method 'gptq' are not supported"):
         sinklens.load(hf)
@@ -163,13 +153,11 @@ def test_a_model_in_memory_cannot_be_quantized_or_divided_among_processes(llama)
 
 
 @pytest.mark.extended
-def test_a_model_without_linear_layers_is_refused(tmp_path):
-    """GPT-2's projections are of a class of their own, and torchao quantizes linear layers."""
-    _needs("torchao-int8")
-    hf = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50))
-    hf.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"found none of its layers in this GPT2LMHeadModel"):
-        sinklens.load(tmp_path, quantization="torchao-int8")
+def test_a_config_that_quantizes_nothing_is_refused(llama):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["model", "lm_head"])
+    with pytest.raises(CheckpointError, match="found none of its layers in this LlamaForCausalLM"):
+        sinklens.load(llama, quantization=config)
 
 
 def test_every_method_has_a_name_in_the_argument_s_documentation():

@@ -188,7 +188,7 @@ def test_an_adapter_is_refused_where_it_cannot_be_merged(llada, tmp_path):
     with pytest.raises(CheckpointError, match="has an adapter of its own"):
         sinklens.load(llada, adapter=tmp_path / "one")
     with pytest.raises(CheckpointError, match="cannot be merged into quantized weights"):
-        sinklens.load(llada, quantization="torchao-int8")
+        sinklens.load(llada, quantization="bnb-int8")
     with pytest.raises(CheckpointError, match="adapter applies only while loading"):
         sinklens.load(random_hf(), adapter=tmp_path / "one")
     write_family(tied := tmp_path / "tied", "llada", tie_word_embeddings=True)
