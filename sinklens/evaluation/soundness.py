@@ -18,15 +18,16 @@ layers show it. Models with an encoder or several modes of attention have no los
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklens.experiments.nll.autoregressive import score_exactly
 from sinklens.experiments.nll.diffusion import bounds
@@ -54,21 +55,38 @@ LARGE = (2.0, 1.5)
 FAR = 10.0  # factor between the spread of a weight and that of the other layers, or an update and the neighbours'
 THETAS = (0.02, 0.1, 10.0, 50.0)
 EPSILONS = (1e-6, 1e-5)
-Values = list[tuple[Tensor, Tensor]]
+EXPECTED = {
+    "loss": f"below {KNOWN_BELOW:g} of log(vocabulary), and below the loss of shuffled text",
+    "undone damage": "no change improves the loss",
+    "layers": f"no layer is zero, or {FAR:g} times its neighbours",
+}
+PARAMETER = re.compile(r"(.+?)\.(\d+)\.(.+)\.(\w+)")  # stack of layers, layer, module and name
+Weights = dict[str, Tensor]
+Values = list[tuple[Any, str, Any]]
 
 
 class Change(NamedTuple):
-    """A change of a model: `make` makes it and returns what takes it back."""
+    """A change of a model: attributes of objects get other values, in a ``with change.made():`` block."""
 
     name: str
-    make: Callable[[], Callable[[], None]]
+    values: Values
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in self.values]
+        try:
+            for owner, name, value in self.values:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
 
 
 class Damage(NamedTuple):
-    """What a check found: `suspicious` is None if it could not be made."""
+    """What a check found: `name` is one of `EXPECTED`, `suspicious` is None if it could not be made."""
 
     name: str
-    expected: str
     found: str
     suspicious: bool | None
 
@@ -96,11 +114,9 @@ def token_losses(model: "Model", pairs: Sequence[PromptAnswer]) -> np.ndarray:
 def _texts(model: "Model") -> list[list[PromptAnswer]]:
     if model.tokenizer is None:
         return []
-    problems = [(one.prompt, f" {one.answer}") for one in held_out(PROBLEMS)]
-    texts = [
-        [divided(*text, lambda one: model.encode(one)[0][0].tolist()) for text in some] for some in (problems, [PROSE])
-    ]
-    fitting = [[one for one in some if len(one.prompt) + len(one.answer) <= longest(model)] for some in texts]
+    texts = [(one.prompt, f" {one.answer}") for one in held_out(PROBLEMS)], [PROSE]
+    pairs = [[divided(*text, lambda one: model.encode(one)[0][0].tolist()) for text in some] for some in texts]
+    fitting = [[one for one in some if len(one.prompt) + len(one.answer) <= longest(model)] for some in pairs]
     return [some for some in fitting if some]
 
 
@@ -113,154 +129,114 @@ def _shuffled(pair: PromptAnswer) -> PromptAnswer:
 
 def damage_checks(model: "Model") -> list[Damage]:
     """The three checks; see the module."""
-    expected = (
-        f"below {KNOWN_BELOW:g} of log(vocabulary), and below the loss of shuffled text",
-        "no change improves the loss",
-    )
-    names = "loss", "undone damage"
     texts = _texts(model)
     if not texts or model.tree.architecture.encoder or model.tree.changes_attention:
-        why = "has no single loss of a text" if texts else "has no tokenizer, or no room for a text"
-        checks = [Damage(*both, f"not measured: the model {why}", None) for both in zip(names, expected, strict=True)]
-        return [*checks, layer_check(model)]
+        why = "not measured: the model has no tokenizer, no room for a text, or no single loss of one"
+        return [Damage("loss", why, None), Damage("undone damage", why, None), layer_check(model)]
     known, best = min(((token_losses(model, some), some) for some in texts), key=lambda one: one[0].mean())
-    mixed, most = token_losses(model, [_shuffled(one) for one in best]).mean(), math.log(model.cfg.d_vocab)
-    text = f"{known.mean():.3f} nats per token, shuffled {mixed:.3f}, log(vocabulary) {most:.3f}"
-    bad = bool(not math.isfinite(known.mean()) or known.mean() >= min(mixed, most))
-    both = names[1], expected[1]
-    loss = Damage(names[0], expected[0], text, bad or (False if known.mean() < KNOWN_BELOW * most else None))
-    return [loss, _undone(model, best, known, KNOWN_BELOW * most, *both), layer_check(model)]
+    loss, mixed = known.mean(), token_losses(model, [_shuffled(one) for one in best]).mean()
+    most = math.log(model.cfg.d_vocab)
+    bad, sound = not loss < min(mixed, most), loss < KNOWN_BELOW * most  # NaN is bad
+    text = f"{loss:.3f} nats per token, shuffled {mixed:.3f}, log(vocabulary) {most:.3f}"
+    return [
+        Damage("loss", text, True if bad else False if sound else None),
+        _undone(model, best, known, KNOWN_BELOW * most),
+        layer_check(model),
+    ]
 
 
-def _undone(
-    model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float, name: str, expected: str
-) -> Damage:
+def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float) -> Damage:
     """Whether a change improves the loss; of an unknown text, whether one makes it known."""
     known = before.mean() < limit
-    gains, tried = list[tuple[float, str]](), 0
-    for change in changes(model):
-        undo = change.make()
-        try:
+    gains, tried = list[tuple[float, str]](), list(changes(model))
+    for change in tried:
+        with change.made():
             after = token_losses(model, texts)
-        finally:
-            undo()
-        tried += 1
         gain = before - after
-        error = gain.std(ddof=1) / math.sqrt(len(gain)) + 1e-12
-        factor, sigmas = before.mean() / (after.mean() + 1e-3), gain.mean() / error  # 0.001 nats: nothing to improve
+        sigmas = gain.mean() / (gain.std(ddof=1) / math.sqrt(len(gain)) + 1e-12)
+        factor = before.mean() / (after.mean() + 1e-3)  # 0.001 nats: nothing to improve
         becomes_known = after.mean() < limit and factor >= LARGE[0]
         if (known or becomes_known) and any(factor >= least and sigmas >= few for least, few in (CLEAR, LARGE)):
             gains.append((float(after.mean()), f"{change.name}: {after.mean():.3f} ({sigmas:.1f} standard errors)"))
     best = "; ".join(text for _, text in sorted(gains)[:3])
-    found = f"{len(gains)} of {tried} changes improve the loss of {before.mean():.3f}" + (f", e.g. {best}" * bool(best))
-    return Damage(name, expected, found, bool(gains) or (False if known else None))
+    found = f"{len(gains)} of {len(tried)} changes improve the loss of {before.mean():.3f}" + f", e.g. {best}" * bool(
+        best
+    )
+    return Damage("undone damage", found, True if gains else False if known else None)
 
 
-def _layers(model: "Model") -> dict[str, dict[int, dict[str, nn.Module]]]:
-    """The modules with weights of their own: stack of layers -> layer -> name."""
-    found: dict[str, dict[int, dict[str, nn.Module]]] = {}
-    for name, module in model.tree.hf.named_modules():
-        place = re.search(r"\.(\d+)\.", name)
-        if place and any(True for _ in module.parameters(recurse=False)):
-            found.setdefault(name[: place.start()], {}).setdefault(int(place[1]), {})[name[place.end() :]] = module
+def _layers(model: "Model") -> dict[str, dict[int, dict[str, Weights]]]:
+    """Stack of layers -> layer -> module -> its own weights."""
+    found: dict[str, dict[int, dict[str, Weights]]] = {}
+    for name, value in model.tree.hf.named_parameters():
+        place = PARAMETER.fullmatch(name)
+        if place and value.is_floating_point() and not value.is_meta:
+            stack, layer, module, own = place.groups()
+            found.setdefault(stack, {}).setdefault(int(layer), {}).setdefault(module, {})[own] = value
     return found
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    own = module.named_parameters(recurse=False)
-    return {name: value for name, value in own if value.is_floating_point() and not value.is_meta}
-
-
-def _exchange(one: dict[str, Tensor], other: dict[str, Tensor]) -> Values | None:
+def _exchanged(one: Weights, other: Weights) -> Values:
+    """Two modules exchanged; nothing if they differ in shape."""
     if {name: value.shape for name, value in one.items()} != {name: value.shape for name, value in other.items()}:
-        return None
-    return [pair for name in one for pair in ((one[name], other[name].data), (other[name], one[name].data))]
+        return []
+    return [(mine[name], "data", theirs[name].data) for mine, theirs in ((one, other), (other, one)) for name in one]
 
 
 def changes(model: "Model") -> Iterator[Change]:
-    """Each change that would undo a damage."""
+    """Each change that would undo a damage. No weight is copied."""
     for stack, layers in _layers(model).items():
-        found: dict[str, dict[int, Values]] = {}
+        places: dict[str, dict[int, Values]] = {}
         for layer, modules in layers.items():
-            for name, module in modules.items():
-                weight = _own(module).get("weight")
-                if weight is not None and weight.ndim == 2 and weight.shape[0] == weight.shape[1]:
-                    found.setdefault(f"{name} transposed", {})[layer] = [(weight, weight.data.T.contiguous())]
-            for one, other in zip(modules, list(modules)[1:], strict=False):
-                if both := _exchange(_own(modules[one]), _own(modules[other])):
-                    found.setdefault(f"{one} and {other} exchanged", {})[layer] = both
-            weights = [value for module in modules.values() for value in _own(module).values()]
-            found.setdefault("left out", {})[layer] = [(value, torch.zeros_like(value)) for value in weights]
-        for what, places in found.items():
-            for layer, values in places.items():
-                yield Change(f"{stack}.{layer}: {what}", partial(_put, values))
-            if what != "left out":
-                every = [pair for values in places.values() for pair in values]
-                yield Change(f"{stack}: {what} in all layers", partial(_put, every))
-        for layer, after in zip(layers, list(layers)[1:], strict=False):
-            whole = [
-                {f"{name}.{key}": value for name, module in layers[one].items() for key, value in _own(module).items()}
-                for one in (layer, after)
-            ]
-            if both := _exchange(*whole):
-                yield Change(f"{stack}: layers {layer} and {after} exchanged", partial(_put, both))
+            weights = {name: own["weight"] for name, own in modules.items() if "weight" in own}
+            square = {name: one for name, one in weights.items() if one.ndim == 2 and one.shape[0] == one.shape[1]}
+            found = {f"{name} transposed": [(one, "data", one.data.T)] for name, one in square.items()}
+            found |= {
+                f"{one} and {two} exchanged": _exchanged(modules[one], modules[two]) for one, two in pairwise(modules)
+            }
+            for what, values in found.items():
+                places.setdefault(what, {})[layer] = values
+            every = [value for own in modules.values() for value in own.values()]
+            left_out = [(value, "data", value.new_zeros(()).expand_as(value)) for value in every]
+            yield Change(f"{stack}.{layer}: left out", left_out)
+        for what, at in places.items():
+            yield from (Change(f"{stack}.{layer}: {what}", values) for layer, values in at.items() if values)
+            if values := [one for values in at.values() for one in values]:
+                yield Change(f"{stack}: {what} in all layers", values)
+        for (layer, one), (after, other) in pairwise(layers.items()):
+            if values := _exchanged(_named(one), _named(other)):
+                yield Change(f"{stack}: layers {layer} and {after} exchanged", values)
     yield from _settings(model)
 
 
-def _put(values: Values) -> Callable[[], None]:
-    """Give weights other values, without copying any."""
-    before = [(weight, weight.data) for weight, _ in values]
-    for weight, value in values:
-        weight.data = value
-
-    def undo() -> None:
-        for weight, value in before:
-            weight.data = value
-
-    return undo
+def _named(modules: dict[str, Weights]) -> Weights:
+    return {f"{module}.{name}": value for module, own in modules.items() for name, value in own.items()}
 
 
 def _settings(model: "Model") -> Iterator[Change]:
     modules, eps = list(model.tree.hf.modules()), model.tree.architecture.eps
-
-    def put(attribute: str, values: list[tuple[nn.Module, Any]]) -> Callable[[], None]:
-        before = [(module, getattr(module, attribute)) for module, _ in values]
-        for module, value in values:
-            setattr(module, attribute, value)
-
-        def undo() -> None:
-            for module, value in before:
-                setattr(module, attribute, value)
-
-        return undo
-
-    rotary = [(module, found) for module in modules if isinstance(found := getattr(module, "inv_freq", None), Tensor)]
+    rotary = [(one, found) for one in modules if isinstance(found := getattr(one, "inv_freq", None), Tensor)]
+    norms = [one for one in modules if isinstance(getattr(one, eps, None), float)]
     for factor in THETAS if rotary else ():
-        turned = [
-            (module, found * factor ** -torch.linspace(0, 1, len(found) + 1)[:-1].to(found)) for module, found in rotary
-        ]
-        yield Change(f"rope theta times {factor:g}", partial(put, "inv_freq", turned))
-    norms = [module for module in modules if isinstance(getattr(module, eps, None), float)]
+        turned = [found * factor ** -torch.linspace(0, 1, len(found) + 1)[:-1].to(found) for _, found in rotary]
+        values = [(one, "inv_freq", value) for (one, _), value in zip(rotary, turned, strict=True)]
+        yield Change(f"rope theta times {factor:g}", values)
     for value in EPSILONS if norms else ():
-        yield Change(f"epsilon {value:g}", partial(put, eps, [(module, value) for module in norms]))
+        yield Change(f"epsilon {value:g}", [(one, eps, value) for one in norms])
 
 
 def layer_check(model: "Model") -> Damage:
     """Whether the weights and activations of a layer are far from those of the others."""
-    odd = []
+    measured = _activations(model)
     for stack, layers in _layers(model).items():
-        spreads: dict[str, dict[int, float]] = {}
         for layer, modules in layers.items():
-            for name, module in modules.items():
-                for key, value in _own(module).items():
-                    if value.ndim > 1:
-                        spreads.setdefault(f"{name}.{key}", {})[layer] = float(value.detach().float().std())
-        for name, found in spreads.items():
-            odd += [f"the spread of {stack}.{layer}.{name} is {text}" for layer, text in _far(found)]
-    odd += _odd_activations(model)
-    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-    said = "; ".join(odd[:3]) + more or "all layers resemble their neighbours"
-    return Damage("layers", f"no layer is zero, or {FAR:g} times its neighbours", said, bool(odd))
+            for name, value in _named(modules).items():
+                if value.ndim > 1:
+                    spread = measured.setdefault(f"spread of {stack}.{{}}.{name}", {})
+                    spread[layer] = float(value.detach().float().std())
+    odd = [f"the {what.format(layer)} is {text}" for what, found in measured.items() for layer, text in _far(found)]
+    more = f" and {len(odd) - 3} more" * (len(odd) > 3)
+    return Damage("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
 
 
 def _far(found: dict[int, float]) -> Iterator[tuple[int, str]]:
@@ -274,30 +250,24 @@ def _far(found: dict[int, float]) -> Iterator[tuple[int, str]]:
 
 
 @torch.no_grad()
-def _odd_activations(model: "Model") -> list[str]:
-    """Layers whose update or attention entropy is far from the neighbours'."""
+def _activations(model: "Model") -> dict[str, dict[int, float]]:
+    """Update of the residual stream and attention entropy by layer; the outer layers' updates count only if zero."""
     if model.tree.architecture.encoder:
-        return []
+        return {}
     seen: dict[str, Tensor] = {}
-    wanted = [
-        f"blocks.{layer}.{kind}"
-        for layer in range(model.cfg.n_layers)
+    layers, texts = range(model.cfg.n_layers), _texts(model)
+    hooks = [
+        (f"blocks.{layer}.{kind}", lambda value, hook: seen.update({hook.name: value.float()}))
+        for layer in layers
         for kind in ("hook_resid_pre", "hook_resid_post", "attn.hook_pattern")
     ]
-    ids = (torch.arange(24)[None] * 7 + 3) % model.cfg.d_vocab
-    if fitting := _texts(model):
-        ids = torch.tensor([fitting[0][0].prompt])
-    hooks = [(name, lambda value, hook: seen.update({hook.name: value})) for name in wanted]
+    ids = torch.tensor([texts[0][0].prompt]) if texts else (torch.arange(24)[None] * 7 + 3) % model.cfg.d_vocab
     time: dict[str, Any] = {"time": NOISE} if model.tree.timed else {}
     model.tree.run_with_hooks(ids.to(model.cfg.device), fwd_hooks=hooks, **time)
     updates, entropies = dict[int, float](), dict[int, float]()
-    for layer in range(model.cfg.n_layers):
-        before, after, pattern = (seen[name].float() for name in wanted[3 * layer : 3 * layer + 3])
+    for layer in layers:
+        before, after, pattern = (seen[name] for name, _ in hooks[3 * layer : 3 * layer + 3])
         updates[layer] = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
         entropies[layer] = float(torch.special.entr(pattern).sum(-1).mean())
-    inner = {layer: value for layer, value in updates.items() if value == 0 or 0 < layer < model.cfg.n_layers - 1}
-    return [
-        f"the {what} of layer {layer} is {text}"
-        for what, found in (("update", inner), ("attention entropy in nats", entropies))
-        for layer, text in _far(found)
-    ]
+    inner = {layer: value for layer, value in updates.items() if value == 0 or layer in layers[1:-1]}
+    return {"update of layer {}": inner, "attention entropy in nats of layer {}": entropies}

@@ -23,7 +23,7 @@ from sinklens.errors import SelfCheckError, SettingError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
-from sinklens.evaluation.soundness import Damage, damage_checks
+from sinklens.evaluation.soundness import EXPECTED, Damage, damage_checks
 from sinklens.evaluation.tables import frame
 from sinklens.model import selfcheck
 from sinklens.runs import generate
@@ -254,7 +254,9 @@ def self_check(model: "Model") -> Check:
 
 def _of_damage(one: Damage) -> Check:
     outcomes: dict[bool | None, Outcome] = {True: "failed", False: "passed", None: "open"}
-    return Check(one.name, outcomes[one.suspicious], one.expected, "suspicious: " * bool(one.suspicious) + one.found)
+    return Check(
+        one.name, outcomes[one.suspicious], EXPECTED[one.name], "suspicious: " * bool(one.suspicious) + one.found
+    )
 
 
 def prompt_check(model: "Model") -> Check:
