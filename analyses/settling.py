@@ -3,10 +3,9 @@
     sinklens analyse settling tiny-llada tiny-dream
 
 A masked diffusion model predicts all undecided positions at every step. The study asks when these predictions stop
-changing, when the answer that they spell is right (Li et al., 2508.19982), and what two rules of early exit would have
-returned: the *gap* between the probabilities of the first and the second token at every undecided position, and the
-*agreement* of the guess with those of the steps before (see `sinklens.experiments.settling`). Costs are paired: the
-complete run and its exits have the same prompt.
+changing, when the answer that they spell is right (Li et al., 2508.19982), and what an early exit would have returned,
+by the *gap* between the probabilities of the first and the second token at every undecided position (see
+`sinklens.experiments.early_exit`). Costs are paired: the complete run and its exits have the same prompt.
 
 Caveat: answers that are known early need not be early because of diffusion: a template that ends every answer makes
 most positions easy. ``lead`` counts every position alike, ``stable`` only the number after ``####``.
@@ -44,7 +43,7 @@ EXITS = {
     "exit_share": "steps that run, share of all",
     "exit_same": "answers that stay the same, share",
 }
-RULES = {"gap": (0.5, 0.8, 0.9, 0.99), "agreement": (1, 2, 4, 8)}
+GAPS = (0.5, 0.8, 0.9, 0.99)
 RANGES = {"exit_right": (0, 1), "exit_same": (0, 1), "exit_cost": (-1, 1)}
 
 
@@ -63,7 +62,7 @@ class Settling(Study):
         return super().refusal(model) or causal
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`KNOWN` [prompt], and `EXITS` [prompt, rule, level], where level is a place in the rule's `RULES`."""
+        """`KNOWN` [prompt], and `EXITS` [prompt, threshold], at each of `GAPS`."""
         run = self.generate(model, prompts, settings).run
         found, verdicts = step_predictions(run), [is_right(prompt, "", self.answers) for prompt in prompts]
         scored = ~np.isnan(verdicts)
@@ -72,42 +71,33 @@ class Settling(Study):
             return is_right(prompts[row], text, self.answers) == 1
 
         known = answer_emergence(run, found, right)
-        exits = [early_exit(run, found, right, rule, levels) for rule, levels in RULES.items()]  # type: ignore[arg-type]
+        exits = early_exit(run, found, right, GAPS).transpose("batch", "threshold")
         data = {"right": np.where(scored, known["final"], np.nan), "lead": _lead(found, run.active.cpu().numpy())}
         data |= {name: known[name].to_numpy() for name in ("first", "stable")}
-        axes, judged = ("prompt", "rule", "level"), scored[:, None, None]
-        by_rule = {
-            "exit_right": np.where(judged, _stacked(exits, "right"), np.nan),
-            "exit_cost": np.where(judged, known["final"].to_numpy()[:, None, None] - _stacked(exits, "right"), np.nan),
-            "exit_share": _stacked(exits, "share"),
-            "exit_same": _stacked(exits, "same"),
-        }
+        by_gap = {name: exits[name].to_numpy().astype(float) for name in ("right", "share", "same")}
+        by_gap["right"][~scored] = np.nan
+        by_gap["cost"] = known["final"].to_numpy()[:, None] - by_gap["right"]
         measured = {name: ("prompt", values) for name, values in data.items()}
-        measured |= {name: (axes, values) for name, values in by_rule.items()}  # type: ignore[misc]
-        return xr.Dataset(measured, {"rule": list(RULES), "level": range(len(RULES["gap"]))})
+        measured |= {f"exit_{name}": (("prompt", "threshold"), values) for name, values in by_gap.items()}  # type: ignore[misc]
+        return xr.Dataset(measured, {"threshold": list(GAPS)})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``known``: when the answer is known; ``exits``: what each rule of early exit costs and saves."""
+        """``known``: when the answer is known; ``exits``: what each early exit costs and saves."""
         known = interval_table(measured, list(KNOWN), self.seed)
         exits = interval_table(measured, list(EXITS), self.seed, RANGES)
-        exits["threshold"] = [RULES[row.rule][row.level] for row in exits.itertuples()]
-        return {
-            "known": known.assign(meaning=known["measure"].map(KNOWN)),
-            "exits": exits.drop(columns="level").assign(meaning=exits["measure"].map(EXITS)),
-        }
+        meanings = {"known": (known, KNOWN), "exits": (exits, EXITS)}
+        return {name: table.assign(meaning=table["measure"].map(of)) for name, (table, of) in meanings.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``settling``: what stopping early costs against the steps that it saves; a panel per rule."""
+        """``settling``: what stopping early costs against the steps that it saves."""
         from sinklens.views.charts import curves
         from sinklens.views.figures import panels
 
         table = self.tables(measured)["exits"]
-        figure, axes = panels(2 * len(RULES), columns=2, size=(4.4, 3.4))
-        places = [(rule, measure) for rule in RULES for measure in ("exit_cost", "exit_share")]
-        for (rule, measure), ax in zip(places, axes, strict=True):
-            curves(table[(table["rule"] == rule) & (table["measure"] == measure)], "threshold", ax)
-            label = "gap of probability" if rule == "gap" else "steps of agreement"
-            ax.set(xlabel=label, ylabel=EXITS[measure].partition(", ")[0])
+        figure, axes = panels(2, columns=2, size=(4.4, 3.4))
+        for measure, ax in zip(("exit_cost", "exit_share"), axes, strict=True):
+            curves(table[table["measure"] == measure], "threshold", ax)
+            ax.set(xlabel="gap of probability", ylabel=EXITS[measure].partition(", ")[0])
         return {"settling": figure}
 
 
@@ -120,8 +110,3 @@ def _lead(found: xr.Dataset, active: np.ndarray) -> np.ndarray:
     ahead = number[rows, decided.clip(min=0)] - number[rows, settled.clip(min=0)]
     inside = (settled >= 0) & found["answer"].to_numpy()
     return np.where(inside, ahead.clip(min=0), 0).sum(axis=1) / inside.sum(axis=1) / active.sum(axis=1)
-
-
-def _stacked(exits: Sequence[xr.Dataset], name: str) -> np.ndarray:
-    """A variable of both rules, [prompt, rule, level]."""
-    return np.stack([one[name].to_numpy().T for one in exits], axis=1).astype(float)

@@ -29,7 +29,7 @@ for name in MODELS:
     model = sinklens.load(name)
     run = sinklens.generate(model, [problem.prompt for problem in problems], progress=False)
     found = step_predictions(run)
-    known, exits = answer_emergence(run, found, right), early_exit(run, found, right, "gap", [0.9]).isel(threshold=0)
+    known, exits = answer_emergence(run, found, right), early_exit(run, found, right, [0.9]).isel(threshold=0)
     judged, full, half = known["right"].to_numpy(), known["final"].to_numpy(), run.steps_run // 2
     decided = found.assign(token=found["token"] * 0 + model.mask_token_id)  # undecided positions stay masked
     spelled = np.array([right(row, texts[half]) for row, texts in enumerate(guesses(run, decided))])

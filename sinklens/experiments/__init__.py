@@ -4,7 +4,7 @@
   `swap` puts another kind of token in a place.
 - Many runs: `sweep` runs many interventions in few passes.
 - Which points matter: `attribution_patching`, `patching_effects`, `write_attribution`, `read_attribution`.
-- Paths and circuits: `edge_attribution`, `path_patching_effects`; `edge_scores`, `greedy_circuit`, `circuit_curves` and
+- Paths and circuits: `edge_attribution`, `path_patching_effects`; `edge_scores`, `greedy_circuit` and
   `measure_circuit` find and measure a `Circuit`.
 - What is known when: `logit_lens`, `train_tuned_lens`; `step_predictions`,
   `settling_steps`, `answer_emergence`, `early_exit`.
@@ -20,7 +20,6 @@ from sinklens.experiments.circuits import (
     Circuit,
     circuit_case,
     circuit_cases,
-    circuit_curves,
     edge_scores,
     greedy_circuit,
     measure_circuit,
@@ -60,7 +59,6 @@ __all__ = [
     "attribution_patching",
     "circuit_case",
     "circuit_cases",
-    "circuit_curves",
     "compare",
     "corrupted",
     "difference_of_means",

@@ -1,4 +1,4 @@
-"""Circuits: sets of edges between components, found, run alone, measured and compared.
+"""Circuits: sets of edges between components, found, run alone and measured.
 
 A `Circuit` is a choice of edges out of all that the model has, the same at every step and position, or chosen by step,
 by position (the column at which the receiver reads), or both. Its *share* is kept edges / all edges.
@@ -13,9 +13,9 @@ step's logits. A circuit C is run on the clean canvas with every other edge take
 (Wang et al., 2211.00593; Marks et al., 2403.19647; Hanna et al., 2403.17806). Over several cases, numerator and
 denominator are summed. Both may leave the range 0 to 1: an edge can work against the metric.
 
-`edge_scores` estimates what removing each edge would do, for all edges and steps; `circuit_curves` compares the
-strongest edges with as many random ones and with random ones of the same degrees; `greedy_circuit` removes edges one by
-one, measuring each removal exactly (Conmy et al., 2304.14997).
+`edge_scores` estimates what removing each edge would do, for all edges and steps; `Circuit.random`, with as
+many edges, is the control; `greedy_circuit` removes edges one by one, measuring each removal exactly (Conmy et al.,
+2304.14997).
 
 Pitfall: an edge says that a receiver reads what a sender writes, not what is written. A faithful circuit need not be
 complete, since other edges may do the same; report both. A circuit found and measured on one example fits that example;
@@ -46,7 +46,7 @@ from sinklens.interventions.paths import senders_of
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
-from sinklens.utils.arguments import Count, NonNegative, read_as
+from sinklens.utils.arguments import NonNegative, read_as
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -55,21 +55,6 @@ if TYPE_CHECKING:
 
 AXES = ("step", "sender", "receiver", "pos")
 FORMAT = "sinklens circuit 2"
-KINDS = ("circuit", "random", "degree")
-
-
-class Overlap(NamedTuple):
-    """Edges that two circuits share.
-
-    Attributes:
-        shared: number of edges in both.
-        jaccard: shared / edges in either; NaN if both are empty.
-        expected: the shared number of two random circuits of these sizes, |A| |B| / all edges.
-    """
-
-    shared: int
-    jaccard: float
-    expected: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,48 +137,6 @@ class Circuit:
         """As many edges, drawn among all."""
         chosen = np.random.default_rng(seed).choice(np.flatnonzero(self.exists), self.size, replace=False)
         return Circuit(_marked(self.scores, chosen), self.scores)
-
-    def degree_matched(self, seed: int = 0, swaps: int = 20) -> "Circuit":
-        """A random circuit in which every sender and every receiver has as many edges as here.
-
-        Pairs of edges exchange their receivers, a → b and c → d for a → d and c → b, where both new edges exist and
-        are not in the circuit yet; at one step and position at a time. A circuit that leaves no exchange open stays
-        as it is; compare it with `overlap`.
-
-        Args:
-            seed: of the draws.
-            swaps: number of tries per edge.
-        """
-        rng = np.random.default_rng(seed)
-        kept = self.kept.transpose("step", "pos", "sender", "receiver", missing_dims="ignore")
-        scores = self.scores.transpose(*kept.dims).to_numpy()
-        layers = kept.to_numpy().copy().reshape(-1, *kept.shape[-2:])
-        exists = ~np.isnan(scores).reshape(layers.shape)
-        for layer, possible in zip(layers, exists, strict=True):
-            edges = np.argwhere(layer).tolist()
-            for _ in range(swaps * len(edges) if len(edges) > 1 else 0):
-                first, second = rng.choice(len(edges), 2, replace=False).tolist()
-                (a, b), (c, d) = edges[first], edges[second]
-                if possible[a, d] and possible[c, b] and not layer[a, d] and not layer[c, b]:
-                    layer[a, b] = layer[c, d] = False
-                    layer[a, d] = layer[c, b] = True
-                    edges[first], edges[second] = [a, d], [c, b]
-        return Circuit(kept.copy(data=layers.reshape(kept.shape)).transpose(*self.kept.dims), self.scores)
-
-    def overlap(self, other: "Circuit") -> Overlap:
-        """The edges that this circuit shares with another, of another model of the same sizes, step or input.
-
-        Raises:
-            SettingError: their edges are not the same: other labels or axes.
-        """
-        if self.kept.dims != other.kept.dims or not np.array_equal(self.exists, other.exists):
-            raise SettingError(
-                f"the circuits have different edges to choose from, {dict(self.kept.sizes)} and "
-                f"{dict(other.kept.sizes)}; select the same steps and positions, of models with the same sizes."
-            )
-        shared = int((self.kept.to_numpy() & other.kept.to_numpy()).sum())
-        either, total = self.size + other.size - shared, max(1, int(self.exists.sum()))
-        return Overlap(shared, shared / either if either else float("nan"), self.size * other.size / total)
 
     def alone(self, source: Mapping[int, Any], **restrictions: Any) -> KeepEdges:
         """The intervention that runs this circuit, and gives all other edges the values of `source`.
@@ -464,52 +407,6 @@ def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
             "change; choose another corruption or metric."
         )
     return full, empty
-
-
-def circuit_curves(
-    cases: Sequence[CircuitCase],
-    scores: xr.DataArray,
-    shares: Sequence[float] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *,
-    draws: int = 5,
-    seed: int = 0,
-) -> xr.Dataset:
-    """Faithfulness and completeness of the strongest edges, beside random circuits of the same size.
-
-    Args:
-        cases: where the circuits are measured; others than those of the scores test whether they carry over.
-        scores: from `edge_scores`, or their mean over steps.
-        shares: shares of all edges that are kept.
-        draws: number of random circuits of each kind.
-        seed: of the draws.
-
-    Returns:
-        ``faithfulness`` and ``completeness`` [share, kind, draw]: kind "circuit" (the same at every draw), "random",
-        and "degree", in which every component has as many edges as in the circuit (`Circuit.degree_matched`); and
-        ``edges`` [share], and ``changed`` [share, draw], the share of the edges of "degree" that are not in the
-        circuit: where it is near 0, the control says little.
-
-    Raises:
-        SettingError: as `measure_circuit`; no draws.
-    """
-    read_as(Count, "draws", draws)
-    full, empty = _ends(cases)
-    found = np.full((2, len(shares), len(KINDS), draws), np.nan)
-    sizes, changed = [], np.full((len(shares), draws), np.nan)
-    for at, share in enumerate(shares):
-        circuit = Circuit.strongest(scores, share=share)
-        sizes.append(circuit.size)
-        found[:, at, 0] = np.array(measure_circuit(cases, circuit)[:2])[:, None]
-        for draw in range(draws):
-            matched = circuit.degree_matched(seed + draw)
-            changed[at, draw] = 1 - circuit.overlap(matched).shared / max(1, circuit.size)
-            for kind, other in enumerate((circuit.random(seed + draw), matched), start=1):
-                found[:, at, kind, draw] = measure_circuit(cases, other)[:2]
-    axes = ("share", "kind", "draw")
-    data: dict[str, Any] = {"faithfulness": (axes, found[0]), "completeness": (axes, found[1])}
-    data |= {"edges": (("share",), np.array(sizes)), "changed": (("share", "draw"), changed)}
-    coords = {"share": list(shares), "kind": list(KINDS), "draw": list(range(draws))}
-    return xr.Dataset(data, coords, {"full": full, "empty": empty})
 
 
 def greedy_circuit(

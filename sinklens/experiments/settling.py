@@ -8,8 +8,8 @@ A diffusion model predicts a token at every position in every step, also where t
     emergence       the first step whose guess is a right answer; and the one from which on all guesses are right
     early exit      the first step at which a rule is satisfied, and the guess that it would return
 
-`early_exit` has two rules. By *gap*: at every undecided position the probability of the first token exceeds that of the
-second by a threshold. By *agreement*: the guess has been the same for a number of steps.
+The rule of `early_exit` is the *gap*: at every undecided position the probability of the first token exceeds that of
+the second by a threshold.
 
 Answers known early: Li et al., 2508.19982.
 
@@ -19,23 +19,21 @@ threshold that was chosen on some prompts has to be tested on others.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import logit_lens
 from sinklens.runs.result import require_run
-from sinklens.utils.arguments import read_as
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 IsRight = Callable[[int, str], bool]
 """Whether a text is a right answer to the prompt of a row, ``right(row, text)``."""
-ExitRule = Literal["gap", "agreement"]
 
 
 def step_predictions(run: "Generation") -> xr.Dataset:
@@ -130,15 +128,13 @@ def early_exit(
     run: "Generation",
     predictions: xr.Dataset,
     right: IsRight,
-    rule: ExitRule = "gap",
     thresholds: Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
 ) -> xr.Dataset:
-    """What stopping early would have returned, at each threshold.
+    """What stopping early would have returned, at each threshold of the gap; see the module.
 
     Args:
         right: see `IsRight`.
-        rule: "gap" or "agreement"; see the module.
-        thresholds: gaps of probability; or numbers of steps, 1 and more, for which the guess has not changed.
+        thresholds: gaps of probability, above 0 and at most 1.
 
     Returns:
         A Dataset over ``threshold`` and ``batch``: ``exit``, the number of steps that would have run; ``share``, that
@@ -147,48 +143,27 @@ def early_exit(
         rule is never satisfied, all steps run and the answer is that of the complete run.
 
     Raises:
-        SettingError: an unknown rule, or a threshold out of range.
+        SettingError: a threshold out of range.
     """
-    read_as(ExitRule, "rule", rule)
-    if any(not (0 < t <= 1 if rule == "gap" else t >= 1 and t == int(t)) for t in thresholds) or not len(thresholds):
-        allowed = "above 0 and at most 1" if rule == "gap" else "whole numbers of steps, 1 or more"
-        raise SettingError(f"thresholds of the rule {rule!r} are {allowed}; got {list(thresholds)}.")
+    if not all(0 < threshold <= 1 for threshold in thresholds) or not len(thresholds):
+        raise SettingError(f"thresholds are above 0 and at most 1; got {list(thresholds)}.")
     texts, active = guesses(run, predictions), run.active.cpu().numpy()
-    steps = active.sum(axis=1)
+    undecided = predictions["gap"].where(predictions["masked"] & predictions["answer"])
+    smallest = undecided.min("pos").transpose("batch", "step").to_numpy()  # NaN where all are decided
     own = [answer.text or "" for answer in run.answers]
-    shape = (len(thresholds), len(own))
-    found = {"exit": np.zeros(shape, dtype=int), "right": np.zeros(shape, bool), "same": np.zeros(shape, bool)}
+    exits, returned = np.tile(active.sum(axis=1), (len(thresholds), 1)), [list(own) for _ in thresholds]
     for number, threshold in enumerate(thresholds):
-        stops = _by_gap(predictions, threshold) if rule == "gap" else _by_agreement(predictions, int(threshold))
-        for row, text in enumerate(own):
-            at = np.flatnonzero(stops[row] & active[row])
-            returned = texts[row][at[0]] if len(at) else text
-            found["exit"][number, row] = active[row, : at[0] + 1].sum() if len(at) else steps[row]
-            found["right"][number, row], found["same"][number, row] = right(row, returned), returned == text
-    axes = ("threshold", "batch")
-    full = np.array([bool(right(row, text)) for row, text in enumerate(own)])
-    data = {name: (axes, values) for name, values in found.items()} | {"share": (axes, found["exit"] / steps)}
-    return xr.Dataset(data | {"full": ("batch", full)}, {"threshold": list(thresholds)}, {"rule": rule})
+        for row, stops in enumerate(~(smallest < threshold) & active):
+            if stops.any():
+                exits[number, row] = active[row, : stops.argmax() + 1].sum()
+                returned[number][row] = texts[row][stops.argmax()]
+    judged = [[bool(right(row, text)) for row, text in enumerate(answers)] for answers in [own, *returned]]
+    same = [[text == other for text, other in zip(answers, own, strict=True)] for answers in returned]
+    found = {"exit": exits, "right": judged[1:], "same": same, "share": exits / active.sum(axis=1)}
+    data = {name: (("threshold", "batch"), values) for name, values in found.items()}
+    return xr.Dataset(data | {"full": ("batch", judged[0])}, {"threshold": list(thresholds)})
 
 
 def _filled(predictions: xr.Dataset) -> Int[np.ndarray, "batch step pos"]:
     """The canvas of every step with predictions at undecided positions."""
     return np.asarray(xr.where(predictions["masked"], predictions["token"], predictions["token_id"]).to_numpy())
-
-
-def _by_gap(predictions: xr.Dataset, threshold: float) -> Bool[np.ndarray, "batch step"]:
-    """True at the steps where every undecided position has at least the gap."""
-    small = (predictions["gap"] < threshold) & predictions["masked"] & predictions["answer"]
-    return ~small.any("pos").transpose("batch", "step").to_numpy()
-
-
-def _by_agreement(predictions: xr.Dataset, number: int) -> Bool[np.ndarray, "batch step"]:
-    """True at the steps whose guess is that of each of the `number` steps before."""
-    filled = _filled(predictions)
-    same = np.zeros(filled.shape[:2], dtype=bool)
-    same[:, 1:] = (filled[:, 1:] == filled[:, :-1]).all(axis=2)
-    found = same.copy()
-    for back in range(1, number):
-        found[:, back:] &= same[:, :-back]
-        found[:, :back] = False
-    return found

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sinklens
-from sinklens.analyses.settling import RULES, Settling
+from sinklens.analyses.settling import GAPS, Settling
 from sinklens.errors import SettingError
 from sinklens.experiments import early_exit, settling_steps, step_predictions
 from sinklens.tasks import held_out, read_answer
@@ -24,14 +24,11 @@ def test_the_tables_hold_what_early_exits_return(tiny_llada):
         settled = settling_steps(predictions).to_numpy()[0, run.prompt_length :]
         ahead = run.unmask_step[0, run.prompt_length :].numpy() - settled
         assert data["lead"][number] == pytest.approx(ahead.clip(min=0).mean() / run.steps_run)
-        for rule, levels in RULES.items():
-            exits = early_exit(run, predictions, right, rule, levels)
-            measured = data.isel(prompt=number).sel(rule=rule)
-            np.testing.assert_allclose(measured["exit_share"], exits["share"][:, 0])
-            np.testing.assert_array_equal(measured["exit_right"], exits["right"][:, 0])
-    exits = found.tables["exits"].set_index(["measure", "rule", "threshold"])["estimate"]
-    share = data["exit_share"].sel(rule="gap").isel(level=2).mean()
-    assert exits["exit_share", "gap", 0.9] == pytest.approx(float(share))
+        exits, measured = early_exit(run, predictions, right, GAPS), data.isel(prompt=number)
+        np.testing.assert_allclose(measured["exit_share"], exits["share"][:, 0])
+        np.testing.assert_array_equal(measured["exit_right"], exits["right"][:, 0])
+    exits = found.tables["exits"].set_index(["measure", "threshold"])["estimate"]
+    assert exits["exit_share", 0.9] == pytest.approx(float(data["exit_share"].sel(threshold=0.9).mean()))
 
 
 def test_own_prompts_are_judged_by_their_expected_answers(tiny_llada):

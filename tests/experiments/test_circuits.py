@@ -16,7 +16,6 @@ from sinklens.experiments import (
     Circuit,
     circuit_case,
     circuit_cases,
-    circuit_curves,
     corrupted,
     edge_attribution,
     edge_scores,
@@ -107,11 +106,8 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
         assert greedy_circuit([planted_case], circuit, tolerance=2.0).size == 0
     with pytest.raises(SettingError, match="the circuit to begin with has no edges"):
         greedy_circuit([planted_case], Circuit.strongest(scores, count=0))
-    curves = circuit_curves([planted_case], scores, [circuit.share], draws=3)
-    assert curves["faithfulness"].sel(kind="circuit").item(0) == pytest.approx(1.0, abs=1e-5)
-    assert np.abs(curves["faithfulness"].sel(kind="random")).max() < 0.9
-    assert (curves["changed"] == 0).all()  # it has all edges between its components, so no two can be exchanged
-    assert curves["edges"].item() == circuit.size
+    random = [measure_circuit([planted_case], circuit.random(seed)).faithfulness for seed in range(3)]
+    assert np.abs(random).max() < 0.9
 
 
 def test_scores_over_steps_and_positions_sum_to_those_of_one_pass(tiny_llada):
@@ -164,23 +160,16 @@ def test_a_circuit_is_a_choice_of_the_strongest_edges():
     ]  # fmt: skip
     assert circuit.share == 0.5
     assert circuit.complement().size == 3
-    assert circuit.overlap(Circuit.strongest(small(), count=2)) == (2, pytest.approx(2 / 3), 1.0)
-    assert circuit.overlap(circuit.complement()).jaccard == 0.0
     assert repr(circuit) == "Circuit(3 of 6 edges)"
 
 
-def test_controls_have_the_size_and_the_degrees_of_the_circuit():
-    model, (clean, other) = random_model(), two_inputs()
-    circuit = Circuit.strongest(edge_scores([circuit_case(model, clean, other, bent)])[0], share=0.1)
-    for seed in range(3):
-        random, matched = circuit.random(seed), circuit.degree_matched(seed)
-        assert random.size == matched.size == circuit.size
-        for axis in ("sender", "receiver"):
-            assert (matched.kept.sum(axis) == circuit.kept.sum(axis)).all()
-        assert 0 < matched.overlap(circuit).shared < circuit.size
-        assert random.overlap(circuit).shared < circuit.size / 2
-    assert (circuit.random(1).kept == circuit.random(1).kept).all()
-    assert (circuit.random(1).kept != circuit.random(2).kept).any()
+def test_random_circuits_have_the_size_of_the_circuit_and_other_edges():
+    circuit = Circuit.strongest(edge_attribution(random_model(), *two_inputs(), bent)["effect"], share=0.1)
+    first, again, other = (circuit.random(seed) for seed in (1, 1, 2))
+    assert first.size == other.size == circuit.size
+    assert (first.kept == again.kept).all()
+    assert (first.kept & other.kept).sum() < circuit.size / 2
+    assert (first.kept & circuit.kept).sum() < circuit.size / 2
 
 
 def test_a_circuit_is_read_as_it_was_saved(tmp_path):
@@ -263,7 +252,6 @@ def test_what_is_no_circuit_or_cannot_be_measured_or_shown_is_refused():
         (lambda: strongest(small(), count=7), "a circuit of these scores has 0 to 6 edges; got count=7"),
         (lambda: strongest(small()), "pass one of count= and share="),
         (lambda: Circuit(~np.isnan(small()) | True, small()), "False where scores is NaN"),
-        (lambda: strongest(small(), count=1).overlap(strongest(small()[:2], count=1)), "have different edges"),
         (lambda: KeepEdges(kept=small(), source={}), "kept must be boolean, over sender and receiver"),
         (lambda: measure_circuit([flat], strongest(small(), count=1)), "the metric is the same in the clean and"),
         (lambda: edge_scores([]), "pass at least one case"),
