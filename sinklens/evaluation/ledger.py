@@ -21,12 +21,13 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sinklens.errors import LedgerError
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import parse_json
 
 LedgerRecord = dict[str, Any]
 RecordKind = Literal["records", "verdicts"]
@@ -48,6 +49,7 @@ DAMAGED = "{file}: {what} was damaged or edited after it was written; " + RESTOR
 NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; free some space and rerun."
 WAIT = 60.0  # seconds that a process waits for another one's transaction
 ROWS = "SELECT run, kind, sample, record, sha256 FROM records"
+_parsed = partial(parse_json, error=ValueError, python=True)  # verdicts may be NaN
 CIRCUMSTANCES = {
     "seconds", "batch", "device", "device_name", "versions", "sinks", "status", "detail", "isolation",
 }  # fmt: skip
@@ -262,14 +264,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _parsed(text: str) -> Any:
-    """The value of JSON; an integer of thousands of digits and endless nesting are ValueErrors, too."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
 def _run_name(what: str) -> str:
     return f"run-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
@@ -286,7 +280,7 @@ def _damaged(folder: Path, what: str) -> LedgerError:
 def _described(folder: Path, name: str, what: str) -> dict[str, Any]:
     """The description of a run, checked."""
     with suppress(ValueError):
-        if name == _run_name(str(what)) and isinstance(found := _parsed(what), dict):
+        if name == _run_name(str(what)) and isinstance(found := _parsed(what, name), dict):
             return found
     raise _damaged(folder, f"the description of {name!r:.40}")
 
@@ -296,7 +290,7 @@ def _record(folder: Path, row: Sequence[Any]) -> LedgerRecord:
     *place, text, checksum = row
     with suppress(ValueError):
         if checksum == _checksum((*place, text)):
-            found = _parsed(text)
+            found = _parsed(text, place[2])
             if isinstance(found, dict) and str(found.get("sample")) == place[2]:
                 return found
     raise _damaged(folder, f"the record of {place[2]!r:.60} in {place[0]!r:.40}")

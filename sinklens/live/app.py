@@ -22,10 +22,11 @@ from sinklens.errors import SinklensError
 from sinklens.live import comparing, forms, page, problems, reading
 from sinklens.live.detail import check_index, detail, maps_of_layer, packed
 from sinklens.live.heads import begin_trial
-from sinklens.live.refusal import Refused, read_json, require
+from sinklens.live.refusal import Refused, require
 from sinklens.live.script import script
 from sinklens.live.security import MOST_BYTES, Guard, Guarded, framing
 from sinklens.live.session import Session
+from sinklens.utils.documents import parse_json
 from sinklens.utils.versions import version_of
 
 PATIENCE = 30  # seconds that the body of a request may take
@@ -296,7 +297,7 @@ async def _body(request: Request) -> Any:
                 parts.append(part)
     except TimeoutError as error:
         raise Refused(f"the request was not complete after {PATIENCE} s.", 408) from error
-    return read_json(b"".join(parts))
+    return parse_json(b"".join(parts), "the request", Refused)
 
 
 def _number(request: Request, name: str) -> int:

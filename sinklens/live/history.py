@@ -35,10 +35,11 @@ import numpy as np
 
 from sinklens.errors import SinklensError
 from sinklens.live.outcome import ARRAYS, RunOutcome
-from sinklens.live.refusal import Refused, read_json, require
+from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import RunSpec
 from sinklens.live.thread import Stop
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.documents import parse_json
 
 if TYPE_CHECKING:
     from sinklens.live.execution import LiveRun
@@ -211,7 +212,7 @@ def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict
             require(archive.getinfo("record.npy").file_size <= MOST_RECORD, "its record is too large.")
         opened.seek(0)
         with np.load(opened, allow_pickle=False) as arrays:
-            record = read_json(str(arrays["record"]), "its record")
+            record = parse_json(str(arrays["record"]), "its record", Refused)
             require(isinstance(record, dict), "its record is not an object.")
             return record, {name: arrays[name] for name in names}
 

@@ -1,10 +1,4 @@
-"""Refusals of requests: an HTTP status and a sentence for the page; and the JSON that the lab accepts.
-
-All JSON from outside, of requests and of files, is read by `read_json`, so what it returns can always be written back.
-"""
-
-import json
-from typing import Any
+"""Refusals of requests: an HTTP status and a sentence for the page."""
 
 
 class Refused(Exception):
@@ -34,24 +28,3 @@ def require(condition: bool, text: str, status: int = 400) -> None:
     """
     if not condition:
         raise Refused(text, status)
-
-
-def read_json(text: str | bytes, what: str = "the request") -> Any:
-    """A JSON document.
-
-    Args:
-        text: the document.
-        what: names it in the refusal.
-
-    Raises:
-        Refused: it is not JSON, is nested too deeply, or contains NaN, an infinite number or half a surrogate pair.
-    """
-    try:
-        found = json.loads(text)
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise Refused(
-            f"{what} is not valid JSON; numbers must be finite with at most 4,300 digits, and text must be Unicode "
-            f"without half surrogate pairs."
-        ) from error
-    return found

@@ -14,19 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sinklens.errors import CheckpointError, SinklensError
+from sinklens.errors import CheckpointError
 
 MOST_BYTES = 2**25  # the index of a model of a trillion parameters has about 2**23
 MOST_YAML = 2**16  # written by hand; Python's reader takes a second for so much
 DEPTH = 64
+Refusal = Callable[[str], Exception]  # makes the error from its text
 LONG = re.compile(r"\d{19}")  # no shorter integer exceeds 64 bits
 
 
-def read_text(file: Path, error: Callable[[str], SinklensError] = CheckpointError, most: int = MOST_BYTES) -> str:
+def read_text(file: Path, error: Refusal = CheckpointError, most: int = MOST_BYTES) -> str:
     """The text of a file in UTF-8.
 
     Raises:
-        SinklensError: of the class `error`; it cannot be read, or is larger than `most` bytes.
+        Exception: of the class `error`; it cannot be read, or is larger than `most` bytes.
     """
     try:
         with file.open("rb") as opened:
@@ -39,25 +40,32 @@ def read_text(file: Path, error: Callable[[str], SinklensError] = CheckpointErro
     return text
 
 
-def parse_json(text: str, where: object, error: Callable[[str], SinklensError] = CheckpointError) -> Any:
+def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointError, python: bool = False) -> Any:
     """A JSON document.
 
     Args:
+        text: the document; bytes are UTF-8.
         where: names it in the error.
+        python: accept what Python writes beyond JSON: NaN, infinite numbers, half surrogate pairs and integers of up to
+            4,300 digits.
 
     Raises:
-        SinklensError: of the class `error`; it is not JSON, is nested more than `DEPTH` deep, or has NaN, an infinite
+        Exception: of the class `error`; it is not JSON, is nested more than `DEPTH` deep, or has NaN, an infinite
             number, an integer of more than 64 bits or half a surrogate pair.
     """
     try:
-        found = json.loads(
-            text, parse_constant=_refused, parse_float=_finite, parse_int=_integer if LONG.search(text) else None
-        )
-        if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # fails for half a surrogate pair
+        if isinstance(text, bytes):
+            text = text.decode()
+        if python:
+            found = json.loads(text)
+        else:
+            integer = _integer if LONG.search(text) else None
+            found = json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=integer)
+            unescaped = json.dumps(found, ensure_ascii=False) if "\\u" in text else text
+            unescaped.encode()  # fails for half a surrogate pair
     except (ValueError, RecursionError) as reason:
-        told = "nested too deeply" if isinstance(reason, RecursionError) else str(reason)
-        raise error(f"{where} is not valid JSON ({told}); it may be incomplete. Restore it.") from reason
+        said = "nested too deeply" if isinstance(reason, RecursionError) else reason
+        raise error(f"{where} is not valid JSON ({said}); it may be incomplete. Restore or resend it.") from reason
     level = [found]
     for _ in range(DEPTH):
         level = [
@@ -68,11 +76,11 @@ def parse_json(text: str, where: object, error: Callable[[str], SinklensError] =
             if isinstance(one, list | dict)
         ]
     if level:
-        raise error(f"{where} is not valid JSON (nested more than {DEPTH} deep); restore it.")
+        raise error(f"{where} is not valid JSON (nested more than {DEPTH} deep).")
     return found
 
 
-def read_json(file: Path, error: Callable[[str], SinklensError] = CheckpointError) -> dict[str, Any]:
+def read_json(file: Path, error: Refusal = CheckpointError) -> dict[str, Any]:
     """The object in a JSON file; raises like `read_text` and `parse_json`, and for another value than an object."""
     found = parse_json(read_text(file, error), file, error)
     if not isinstance(found, dict):
@@ -80,7 +88,7 @@ def read_json(file: Path, error: Callable[[str], SinklensError] = CheckpointErro
     return found
 
 
-def read_yaml(file: Path, error: Callable[[str], SinklensError] = CheckpointError) -> Any:
+def read_yaml(file: Path, error: Refusal = CheckpointError) -> Any:
     """A YAML document of the values that JSON has; raises like `read_text` and `parse_json`."""
     import yaml
 

@@ -96,6 +96,7 @@ def defaults(folder: Path) -> Any:
     return content, place / "generation_config.json", use
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", [canvases, sae, defaults], ids=lambda kind: kind.__name__)
 def test_mistyped_or_cut_files_raise_errors_of_sinklens(tmp_path: Path, kind: Any):
     content, file, use = kind(tmp_path)
