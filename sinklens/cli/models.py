@@ -7,7 +7,6 @@ from pathlib import Path
 
 from sinklens.cli.options import Described, Device, Integer, Loading, Names
 from sinklens.cli.writing import write_figure, write_text
-from sinklens.errors import SettingError
 
 PROBLEM = 14
 
@@ -60,8 +59,6 @@ def lab(
     keep: Path | None = None,
     port: Integer = 0,
     no_browser: bool = False,
-    host: str = "127.0.0.1",
-    allow_network: bool = False,
     loading: Loading | None = None,
 ) -> None:
     """Open a live lab in the browser.
@@ -73,26 +70,15 @@ def lab(
             closes)
         port: port; 0 is a free one
         no_browser: only print the link, and do not open it
-        host: address to listen at; others than this machine's own need --allow-network
-        allow_network: allow a --host that other machines reach
     """
-    from sinklens.live.addresses import is_local
-    from sinklens.live.server import Lab, bound, link_file, require_extra, warning_of
+    from sinklens.live.server import Lab, bound, link_file, require_extra
 
     require_extra()
-    if not is_local(host) and not allow_network:
-        raise SettingError(
-            f"--host {host} lets other machines reach the lab, where whoever has its link can run the model. "
-            f"Add --allow-network if that is meant; from another machine, ssh -L is safer."
-        )
-    if not 0 <= port < 65_536:
-        raise SettingError(f"--port must be from 0 to 65535; got {port}.")
-    listener = bound(host, port)
+    listener = bound(port)
     from sinklens.live.loading import lab_models
 
     models = lab_models([model, *compare], **loading or {})
-    opened_lab = Lab(models, keep=keep, host=host, listener=listener, framed=False)
-    print(warning_of(host), end="\n" if warning_of(host) else "")
+    opened_lab = Lab(models, keep=keep, listener=listener, framed=False)
     with link_file(opened_lab.url) as file:
 
         def opened() -> None:

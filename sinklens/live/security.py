@@ -18,14 +18,13 @@ Connections that send no request are closed (connections.py).
 
 Every response forbids scripts and requests other than the lab's own files and API, framing, caching and referrers.
 
-Limitation: the connection is not encrypted. On a network that others can read, use an SSH tunnel.
+The lab listens on this machine only; an SSH tunnel reaches it from another.
 """
 
 import asyncio
 import hashlib
 import hmac
 import secrets
-import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
@@ -34,7 +33,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sinklens.live.addresses import ip_address, is_local
 from sinklens.live.refusal import Refused, require
 
 MOST_BYTES = 1_000_000  # of a request's body
@@ -42,7 +40,7 @@ MOST_HEAD = 262_144  # bytes of a request's head, with the cookies of all progra
 MOST_REQUESTS = 512  # under way at once
 LINGER = 1.0  # seconds for which the body of a refused request is read
 TOKEN_HEADER = "x-sinklens-token"
-LOCAL = ("127.0.0.1", "localhost", "[::1]")
+NAMES = ("127.0.0.1", "localhost")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
@@ -67,14 +65,13 @@ class Guard:
 
     Attributes:
         token: the token.
-        host, port: where the lab listens.
+        port: where the lab listens.
         framed: whether a page of this machine may show the lab in a frame, as a notebook does.
         session: value of the cookie, which is not the token: cookies ignore ports, so a server at another port of this
             host sees it.
     """
 
     token: str
-    host: str
     port: int
     framed: bool = False
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
@@ -108,9 +105,8 @@ class Guard:
         """
         given = Headers(scope=scope)
         host = _one(given, "host")
-        require(
-            host is not None and self._is_ours(host), "this address is not the lab's; open the link it printed.", 421
-        )
+        ours = [f"{name}:{self.port}" for name in NAMES]
+        require(host in ours, "this address is not the lab's; open the link it printed.", 421)
         origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
         entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
         foreign = "requests from pages of other sites are refused."
@@ -137,19 +133,6 @@ class Guard:
     def accepts(self, offered: str, expected: str | None = None) -> bool:
         """Whether `offered` is the token, or `expected`, compared in constant time."""
         return hmac.compare_digest(offered.encode("utf-8", "replace"), (expected or self.token).encode())
-
-    def _is_ours(self, host: str) -> bool:
-        """Whether a Host header names the lab.
-
-        A lab that other machines reach accepts addresses, which cannot be rebound, and the machine's names.
-        """
-        name, _, port = host.rpartition(":")
-        if port != str(self.port):
-            return False
-        if name in LOCAL or name == self.host:
-            return True
-        ours = {socket.gethostname(), socket.getfqdn()}
-        return not is_local(self.host) and (ip_address(name) is not None or name in ours)
 
 
 def framing(destination: str | None) -> bool:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
-from sinklens.live.addresses import is_local
 
 if TYPE_CHECKING:
     from sinklens.live.session import LabModel
@@ -29,6 +28,7 @@ EXTRA = (
     "the lab needs Starlette and uvicorn, which are not installed; install them with "
     'pip install "sinklens[lab]" (or pip install starlette uvicorn).'
 )
+HOST = "127.0.0.1"
 GRACE = 2  # seconds that open connections get when the lab closes
 IDLE = 30  # seconds that a connection stays open for its next request; clients close theirs earlier
 
@@ -47,22 +47,19 @@ def require_extra() -> None:
     _ = starlette, uvicorn
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`; port 0 takes a free one.
+def bound(port: int) -> socket.socket:
+    """A socket that listens at this machine's own address; port 0 takes a free one.
 
     Raises:
-        SinklensError: the address or the port cannot be used.
+        SinklensError: the port cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
+        listener.bind((HOST, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise SinklensError(
-            f"cannot listen at {host}, port {port}: {error}. Choose another --port or --host."
-        ) from error
+        raise SinklensError(f"cannot listen at {HOST}, port {port}: {error}. Choose another --port.") from error
     return listener
 
 
@@ -91,7 +88,6 @@ class Lab:
         models: "Sequence[LabModel]",
         *,
         keep: Path | None,
-        host: str,
         listener: socket.socket,
         framed: bool,
     ) -> None:
@@ -103,9 +99,8 @@ class Lab:
         from sinklens.live.session import Session
 
         port = listener.getsockname()[1]
-        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed)
-        self.address = f"http://{name}:{port}/"
+        self._guard = Guard(secrets.token_urlsafe(32), port, framed)
+        self.address = f"http://{HOST}:{port}/"
         self.url = f"{self.address}?token={self._guard.token}"
         self._listener, self._session = listener, Session(list(models), keep)
         config = uvicorn.Config(
@@ -236,22 +231,11 @@ def lab(
     require_extra()
     from sinklens.live.loading import lab_models
 
-    listener = bound("127.0.0.1", port)
+    listener = bound(port)
     try:
         models, folder = lab_models([model, *compare], **loading), None if keep is None else Path(keep)
-        opened = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True)
+        opened = Lab(models, keep=folder, listener=listener, framed=True)
     except BaseException:
         listener.close()
         raise
     return opened.start()
-
-
-def warning_of(host: str) -> str:
-    """What it means that the lab listens at `host`; "" if only this machine reaches it."""
-    if is_local(host):
-        return ""
-    return (
-        f"Warning: the lab listens at {host}, which other machines reach. Anyone with the link can run the model, use "
-        f"this machine's processor and memory, and read and delete the lab's runs. The connection is not encrypted, so "
-        f"others on the network can read the link. On one machine, omit --host; from another, use ssh -L."
-    )

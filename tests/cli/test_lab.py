@@ -18,9 +18,7 @@ from sinklens.errors import SinklensError
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines reach the lab"),
-        (["--port", "70000"], "--port must be from 0 to 65535; got 70000."),
-        (["--host", "no.such.name.invalid", "--allow-network"], "cannot listen at no.such.name.invalid, port 0"),
+        (["--port", "70000"], "cannot listen at 127.0.0.1, port 70000: "),
         (["--compare", "tiny-llada"], "the lab has the model tiny-llada already; give each model once."),
     ],
 )
