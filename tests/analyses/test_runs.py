@@ -48,6 +48,8 @@ def compare_rows(model, settings, only=None, **record):
             data[variables].drop_vars(("batch", "step", "pos"))
             for data in (part.isel(step=slice(0, steps), pos=slice(padding, None)), alone.track.data)
         )
+        if "final_id" in variables:  # end tokens follow a row that has ended, until the last row has
+            kept["final_id"] = kept["final_id"].where(expected["final_id"] >= 0, -1)
         xr.testing.assert_allclose(kept, expected, rtol=1e-3, atol=1e-4)
     return lengths, together.own
 

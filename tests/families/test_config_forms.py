@@ -273,7 +273,7 @@ FORMS = {
     "tuples instead of outputs": Form(_with(return_dict=False), {"": USUAL}),
     "no class": Form(
         _without("architectures"),
-        {"": USUAL, "llada-moe": "config.json lacks d_model, .*which the llada family needs"},
+        {"": USUAL, "llada-moe": "are named as in another family than llada"},
     ),
     "the other direction": Form(
         lambda config, weights: config.update(is_causal=config["model_type"].replace("_", "-") not in ORDINARY),

@@ -4,8 +4,9 @@ A block-causal model is evaluated block by block: earlier blocks of the answer a
 and later blocks, which the block would not see, are left out. The bound is the sum over the blocks. If a block begins
 with tokens of the prompt, only its answer tokens are noisy. Rows share the blocks before their own (hooked_pass.py).
 
-If a noisy answer is drawn twice, at the same noise level if the network reads it, it is computed once. The rows of a
-batch have as many tokens from the prompt's end, or from where sharing ends; only what precedes them is padded.
+If a noisy answer is drawn twice, with the same tokens masked and at the same noise level if the network reads it, it is
+computed once. The rows of a batch have as many tokens from the prompt's end, or from where sharing ends; only what
+precedes them is padded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,8 +102,8 @@ def _rows(
         before = prefix_length(passes.model, before + start)
     same: dict[tuple[object, ...], list[int]] = {}
     times = draws.times if noise.timed else None
-    for draw, tokens in enumerate(draws.tokens.tolist()):
-        same.setdefault((*tokens, None if times is None else float(times[draw])), []).append(draw)
+    for draw, (tokens, counted) in enumerate(zip(draws.tokens.tolist(), draws.counted.tolist(), strict=True)):
+        same.setdefault((*tokens, *counted, None if times is None else float(times[draw])), []).append(draw)
     clean = text[before:]
     lead = len(clean) - (stop - start)
     for first, *others in same.values():
