@@ -15,7 +15,6 @@ Caveat: as in TransformerLens, a later hook on a point can edit a cached value i
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -36,34 +35,6 @@ HookPair = tuple[names.HookName, Callable[..., Any]]
 PosSlice = Any  # TransformerLens's slices: a position, (start, stop), a list of positions, a `Slice`, or None
 
 
-@dataclass(frozen=True)
-class Keeper:
-    """A hook function that stores the values of its point.
-
-    Attributes:
-        store: maps the point's name to its value.
-        keys: other names to store it under, by the point's name.
-        device: where values are stored; None leaves them where they are.
-        pos_slice: the positions to store, along `names.position_axis`.
-        remove_batch_dim: drop a batch axis of length 1.
-    """
-
-    store: dict[str, Tensor]
-    keys: dict[str, list[str]]
-    device: torch.device | str | None
-    pos_slice: Slice
-    remove_batch_dim: bool
-
-    def __call__(self, value: Tensor, hook: HookPoint, ending: str = "") -> None:
-        name = hook.name or ""
-        kept = value.detach().to(self.device)
-        if names.has_positions(name):
-            kept = self.pos_slice.apply(kept, dim=names.position_axis(name))
-        kept = kept[0] if self.remove_batch_dim and len(kept) == 1 else kept
-        for key in (name, *self.keys.get(name, ())):
-            self.store[key + ending] = kept
-
-
 class HookFront(HookedRootModule):
     """The hook methods of TransformerLens's models, for every spelling of a name."""
 
@@ -78,10 +49,6 @@ class HookFront(HookedRootModule):
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
         raise NotImplementedError
-
-    def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
-        """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
-        return layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
     @property
     def spelled(self) -> Callable[[str], str]:
@@ -174,9 +141,12 @@ class HookFront(HookedRootModule):
                 "use `with model.hooks(bwd_hooks=...)` around both, or reset_hooks_end=False.",
                 stacklevel=2,
             )
-        wrap = _without_batch if remove_batch_dim else _as_it_is
         set_fwd, set_bwd = (
-            [(point, wrap(hook)) for name, hook in pairs for point in self._passed(name, forward)]
+            [
+                (point, _without_batch(hook) if remove_batch_dim else hook)
+                for name, hook in pairs
+                for point in self._passed(name, forward)
+            ]
             for pairs in (fwd_hooks, bwd_hooks)
         )
         with self.hooks(set_fwd, set_bwd, reset_hooks_end, clear_contexts):
@@ -243,8 +213,8 @@ class HookFront(HookedRootModule):
         keys: dict[str, list[str]] = {}
         for spelling in given if cache is not None else ():
             keys.setdefault(self.resolve(spelling), []).append(spelling)
-        keep = Keeper(store, keys, device, Slice.unwrap(pos_slice), remove_batch_dim)
         self.is_caching = True
+        keep = partial(_keep, store, keys, device, Slice.unwrap(pos_slice), remove_batch_dim)
         fwd: list[HookPair] = [(point, keep) for point in points]
         bwd: list[HookPair] = [(point, partial(keep, ending=GRADIENT)) for point in points]
         return store, fwd, bwd if incl_bwd else []
@@ -270,7 +240,7 @@ class HookFront(HookedRootModule):
         Raises:
             HookNameError: a name or predicate matches points of the sampler only.
         """
-        layers = self.layers_run(forward.get("start_at_layer"), forward.get("stop_at_layer"))
+        layers = layers_run(self.cfg.n_layers, forward.get("start_at_layer"), forward.get("stop_at_layer"))
         return [
             point
             for one in ([None] if chosen is None else _several(chosen))
@@ -296,6 +266,25 @@ class HookFront(HookedRootModule):
         return reached
 
 
+def _keep(
+    store: dict[str, Tensor],
+    keys: dict[str, list[str]],
+    device: torch.device | str | None,
+    positions: Slice,
+    remove_batch_dim: bool,
+    value: Tensor,
+    hook: HookPoint,
+    ending: str = "",
+) -> None:
+    """Store a value of `hook` under the point's name and its other `keys`, as `get_caching_hooks` says."""
+    name, kept = hook.name or "", value.detach().to(device)
+    if names.has_positions(name):
+        kept = positions.apply(kept, dim=names.position_axis(name))
+    kept = kept[0] if remove_batch_dim and len(kept) == 1 else kept
+    for key in (name, *keys.get(name, ())):
+        store[key + ending] = kept
+
+
 def _several(chosen: Any) -> list[names.HookName]:
     """Names and predicates, one or several, as a list."""
     if chosen is None:
@@ -312,10 +301,6 @@ def _is_reached(point: str, layers: range, embeds: bool, ends: bool) -> bool:
     if first == "blocks":
         return int(rest.partition(".")[0]) in layers
     return embeds if first == "hook_embed" else ends
-
-
-def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return hook
 
 
 def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:

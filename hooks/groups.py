@@ -79,11 +79,10 @@ class AttentionPoints(AttentionWeights, Points):
         self.__dict__["_norms"] = {
             letter: (norm, float(getattr(norm, architecture.eps))) for letter, norm in norms.items()
         }
-        outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
-        outside.add("hook_fresh")  # known before attention begins
-        outside |= {spec.name for spec in names.QK_NORM.values()}
-        inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]
-        self.__dict__["_inside"] = [getattr(self, spec.name) for spec in inside]
+        projected = {"hook_q", "hook_k", "hook_v", "hook_result"}  # tapped at the projections, not in the function
+        outside = {spec.name for spec in (*names.QK_NORM.values(), *names.SPLIT_INPUTS)} | projected
+        inside = [spec.name for spec in rows if spec.name not in outside | {"hook_fresh"}]  # it is known before
+        self.__dict__["_inside"] = [getattr(self, name) for name in inside]
 
     def any_watched(self) -> bool:
         """Whether a point inside the attention function is watched."""

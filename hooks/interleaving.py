@@ -21,34 +21,16 @@ import ast
 import importlib
 import linecache
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest
 from sinklens.hooks.turn import Turn, in_turn
-
-
-@contextmanager
-def _object_without_save() -> Iterator[None]:
-    """Remove `save`, which nnsight adds to `object`, during the block."""
-    if "nnsight" not in sys.modules or "save" not in vars(object):
-        yield
-        return
-    from nnsight import save
-    from nnsight._c import mount, unmount
-
-    unmount("save")
-    try:
-        yield
-    finally:
-        mount(save, "save")
-
 
 # Classes that cannot be imported once `object` has `save`: beartype hashes the attributes of `object`, and `save` is
 # unhashable; anyio requires a type for each attribute of the classes behind its event loop and its files. nnsight
@@ -58,10 +40,14 @@ _BEFORE_SAVE = {
     "anyio.abc": "SocketAttribute",
     "anyio.streams.file": "FileStreamAttribute",
 }
-with _object_without_save():
-    for _module, _name in _BEFORE_SAVE.items():
-        with suppress(ImportError):  # sinklens itself needs neither library
-            getattr(importlib.import_module(_module), _name)
+_has_save = "save" in vars(object)
+if _has_save:  # nnsight was imported before
+    from nnsight._c import unmount
+
+    unmount("save")
+for _module, _name in _BEFORE_SAVE.items():
+    with suppress(ImportError):  # sinklens itself needs neither library
+        getattr(importlib.import_module(_module), _name)
 
 from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402
@@ -73,9 +59,13 @@ from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
 from nnsight.tracing.tracer import Tracer, push_result  # noqa: E402
 from nnsight.tracing.util import Scope, push  # noqa: E402
 
+if _has_save:
+    from nnsight import save
+    from nnsight._c import mount
+
+    mount(save, "save")
+
 _PARSING = threading.RLock()
-_CHECKED: dict[str, tuple[int, int]] = {}
-"""Time of change and size of each file when its text was last that of nnsight's `SOURCES`."""
 
 
 class Handover:
@@ -185,18 +175,12 @@ def _refresh_source(code: CodeType) -> None:
     filename = code.co_filename
     if filename not in SOURCES or not os.path.isfile(filename):
         return
-    stat = os.stat(filename)
-    if _CHECKED.get(filename) == (stat.st_mtime_ns, stat.st_size):
-        return
     linecache.checkcache(filename)
     source = "".join(linecache.getlines(filename))
-    if source != SOURCES[filename]:
-        if not _contains(source, code):
-            return
+    if source != SOURCES[filename] and _contains(source, code):
         SOURCES[filename] = source
         for site in [site for site in BLOCKS if site[0] == filename]:
             del BLOCKS[site]
-    _CHECKED[filename] = stat.st_mtime_ns, stat.st_size
 
 
 def _contains(source: str, code: CodeType) -> bool:
@@ -305,14 +289,8 @@ class Root(NNsight):
             state.routes = [route for route in state.routes if route[0]() not in (None, self.interleaver)]
             if not state.routes:
                 del part.__dict__[STATE]
-                self._restore_forward(part)
-
-    def _restore_forward(self, part: nn.Module) -> None:
-        before = self._forwards.get(part)
-        if before is None:
-            part.__dict__.pop("forward", None)
-        else:
-            part.__dict__["forward"] = before
+                part.__dict__.pop("forward", None)
+                part.__dict__ |= {"forward": self._forwards[part]} if part in self._forwards else {}
 
     @property
     def wrapped(self) -> Any:
@@ -353,10 +331,17 @@ class Root(NNsight):
 
 
 class BlockTracer(_CheckedTracer):
-    """A trace block whose body runs in step with `carry_out`."""
+    """A trace block whose body runs in step with `carry_out`.
 
-    def __init__(self, root: Root) -> None:
+    Args:
+        root: the model.
+        seen: number of batch rows, from the first, that the block reads and edits.
+        total: number of rows in a pass.
+    """
+
+    def __init__(self, root: Root, seen: int, total: int) -> None:
         super().__init__(root, "__call__")
+        self._seen, self._total = seen, total
         self.info: InterleavingTracer.Info | None
         self._root = root
 
@@ -369,10 +354,6 @@ class BlockTracer(_CheckedTracer):
 
     def end(self) -> None:
         """Called after the trace block has run, also after an error."""
-
-    def rows(self) -> "TracedRows":
-        """The rows of each value that the trace block sees."""
-        raise NotImplementedError
 
     @staticmethod
     def source(filename: str) -> str:
@@ -394,12 +375,12 @@ class BlockTracer(_CheckedTracer):
         """Run the captured body, then write the names it assigned back to its frame."""
         self.begin()
         assert self.info is not None
-        frame, root, rows = self.info.frame, self._root, self.rows()
+        frame, root = self.info.frame, self._root
         mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
-        mediator.batch_group = [0, rows.seen]
+        mediator.batch_group = [0, self._seen]
         root.interleaver.mediators.append(mediator)
         try:
-            root.interleave(self.carry_out, batcher=_FirstRows(root, rows))
+            root.interleave(self.carry_out, batcher=_FirstRows(root, self._seen, self._total))
         except Exception as error:  # noqa: BLE001 — reraised; only the traceback is shortened
             raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
         finally:
@@ -425,24 +406,12 @@ class RepeatedBlock(_ParsedAlone):
         push_result(frame, scope)
 
 
-class TracedRows(NamedTuple):
-    """The batch rows that a trace block sees.
-
-    Attributes:
-        seen: number of rows, from the first, that the block reads and edits.
-        total: number of rows in the pass.
-    """
-
-    seen: int
-    total: int
-
-
 class _FirstRows(Batcher):
     """Shows a trace block the first rows of each value with `total` rows, and any other value unchanged."""
 
-    def __init__(self, root: Root, rows: TracedRows) -> None:
+    def __init__(self, root: Root, seen: int, total: int) -> None:
         super().__init__(root)
-        self.total, self._narrows = rows.total, rows.seen < rows.total
+        self.total, self._narrows = total, seen < total
 
     @property
     def batching(self) -> bool:

@@ -14,6 +14,7 @@ Pitfall: two trees over one transformers model would both tap it. Build one tree
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ class HookTree(ModelWeights, HookFront):
         self.architecture = architecture
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
-        if architecture.fused:
-            split_all(self._undo, hf, architecture)
+        base = hf.get_submodule(architecture.base)
+        layers: Any = base.get_submodule(architecture.layers)
+        for layer in layers if architecture.fused else ():
+            split(self._undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
         self.adapter: Adapter | None = None
@@ -80,13 +83,11 @@ class HookTree(ModelWeights, HookFront):
         if architecture.time:
             for spec in (*names.TIME, *names.FINAL_MODULATION):
                 setattr(self, spec.name, Point(self.watch))
-        base = hf.get_submodule(architecture.base)
-        layers: Any = base.get_submodule(architecture.layers)
         self.blocks = nn.ModuleList(Block(self.watch, layer, architecture) for layer in layers)
         modulated = names.Parts(modulated=bool(architecture.modulation))
         self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm), modulated)
+        self.setup()  # it names every module, and must not rename those of transformers
         self.hf = hf
-        self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
         connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)
         if architecture.positions:
@@ -106,15 +107,6 @@ class HookTree(ModelWeights, HookFront):
         self.adapter = adapter
         connect_adapter(self._undo, self.hf, adapter, self.watch)
 
-    def _setup_points(self) -> None:
-        """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
-        before = {module: module.__dict__.get("name") for module in self.hf.modules()}
-        self.setup()
-        for module, name in before.items():
-            module.__dict__.pop("name", None)
-            if name is not None:
-                module.__dict__["name"] = name
-
     def disconnect(self) -> None:
         """Remove all taps from the transformers model; the tree cannot be used afterwards."""
         self._undo.close()
@@ -132,10 +124,10 @@ class HookTree(ModelWeights, HookFront):
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
-        on = {name for name in self.hook_dict if getattr(self.cfg, names.switch_of(name) or "", True)}
-        found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
+        passed = [name for name in self.hook_dict if not name.startswith("denoise.")]
+        on = [name for name in passed if getattr(self.cfg, names.switch_of(name) or "", True)]
         canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
-        return [canvas, *found, *others]
+        return [canvas, *on, *others]
 
     @property
     def timed(self) -> bool:
@@ -389,7 +381,8 @@ class HookTree(ModelWeights, HookFront):
             SettingError: a layer does not exist, or the loss cannot be computed.
         """
         self.refuse_unusable()
-        layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
+        layers = partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
+        from_stream = start_at_layer is not None
         partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
@@ -403,12 +396,10 @@ class HookTree(ModelWeights, HookFront):
 
         kind = self._kind_of(mode, block_start, ids.shape[1])
         loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets, kind.mode)
-
-        def run() -> Tensor:
-            return self.hidden(
-                ids, attention_mask, stream=stream, self_conditioning=self_conditioning, time=time, kind=kind
-            )
-
+        run = partial(
+            self.hidden, ids, attention_mask,
+            stream=stream, self_conditioning=self_conditioning, time=time, kind=kind,
+        )  # fmt: skip
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:
                 all_layers: Any = base.get_submodule(self.architecture.layers)
@@ -488,13 +479,6 @@ class HookTree(ModelWeights, HookFront):
                 f"start_at_layer takes the residual-stream tensor that enters the layer, "
                 f"[batch, pos, {self.cfg.d_model}]; got {kind}."
             )
-
-
-def split_all(undo: ExitStack, hf: PreTrainedModel, architecture: Architecture) -> None:
-    """Split the fused projection of every layer."""
-    layers: Any = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
-    for layer in layers:
-        split(undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
 
 
 def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool) -> tuple[names.PointSpec, ...]:

@@ -3,7 +3,7 @@
     python benchmarks/papers/attention_floating.py [MODEL ...]
 
 21 held-out word problems, three of each template. The overlap of the sink sets (mean + 3 standard deviations in each
-head) of two consecutive steps and layers, beside those of a pattern that does not change (sinklens.sinks.nulls). And
+head) of two consecutive steps and layers, beside those of a pattern that does not change (sinklens.analyses.nulls). And
 the attention to a place of the prompt by layer, where its word is replaced by another word, a number or a punctuation
 mark, on the canvas in the middle of the run. Took 3 minutes for each model on a fraction of a core.
 """

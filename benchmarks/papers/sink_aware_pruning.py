@@ -3,7 +3,7 @@
     python benchmarks/papers/sink_aware_pruning.py [MODEL ...]
 
 Variances over 14 held-out word problems, two of each template: of the run, of a pattern that does not change
-(sinklens.sinks.nulls), and of canvases that decide the same tokens in random order. Then three quarters of the weights
+(analyses/nulls.py), and of canvases that decide the same tokens in random order. Then three quarters of the weights
 of every row are removed at random, by |W|, and by Wanda's score |W|·‖X‖ (2306.11695). X is from the canvases of steps
 4, 12 and 20 of seven training problems, one of each template, with the activations of sinks scaled down by 1 − their
 strength (Sink-Aware Pruning, 2602.17664), or not, or with the same strengths at random positions. Took 10 minutes for

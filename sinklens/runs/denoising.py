@@ -30,7 +30,7 @@ from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
-from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
+from sinklens.runs.recorder import SinkRecorder, of_pass, reading, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
@@ -65,39 +65,31 @@ class Denoising:
         self.controls = ControlLog()
         self._choices: list[Choice] = []
         self.hooks = self._resolve(request.hooks)
-        replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
-        self.state.replay = None if replay is None else self._replayed(replay, tokens)
-        if self.state.replay is not None:
-            check_replay(self.state, self.settings, self.state.replay)
-        self.state.replay_undecided = None if replay is None else undecided_of(replay, self.state.replay)
+        if request.replay is not None:
+            self._set_replay(request.replay)
         self._frames: list[Frame] = []
         self._described = -1  # size of the vocabulary at the last `describe`
         self._recorder = self._make_recorder(request.record_sinks)
 
-    def _replayed(self, replay: "Replayable | Tensor", tokens: range) -> Tensor:
-        """The canvases to replay; those of a run with other prompts of the same lengths get this run's prompts."""
-        canvas, state = canvases_of(replay, tokens), self.state
-        fits = (
-            isinstance(replay, Generation)
-            and replay.prompt_length == state.prompt_length
-            and torch.equal(replay.real, state.real.cpu())
-        )
-        self._refuse_other_steps(replay)
-        return with_prompts(canvas, replay, state.canvas) if fits else canvas  # type: ignore[arg-type]
-
-    def _refuse_other_steps(self, replay: "Replayable | Tensor") -> None:
-        """Refuse a replay whose steps belong to other blocks than those of this run.
+    def _set_replay(self, replay: "Replayable | Tensor") -> None:
+        """Replay these canvases; those of a run with other prompts of the same lengths get this run's prompts.
 
         Raises:
-            SettingError: the sampler may leave masks, which an exact run decides in later blocks and a policy does not.
+            SettingError: this run cannot replay them.
         """
-        if not self.settings.leaves_masks or not isinstance(replay, Generation):
-            return
-        if (replay.cache is None) != (self.state.keys is None):
-            raise SettingError(
-                "by_quota=False can leave masks that a run without a cache policy decides in later blocks and a run "
-                "with one does not, so their steps differ. Replay a run with the same cache=, or leave by_quota out."
-            )
+        state = self.state
+        canvas = canvases_of(replay, range(min(0, state.mask_id), self.model.cfg.d_vocab))
+        if isinstance(replay, Generation):
+            if self.settings.leaves_masks and (replay.cache is None) != (state.keys is None):
+                raise SettingError(
+                    "by_quota=False can leave masks that a run without a cache policy decides in later blocks and a "
+                    "run with one does not, so their steps differ. Replay a run with the same cache=, or leave "
+                    "by_quota out."
+                )
+            if replay.prompt_length == state.prompt_length and torch.equal(replay.real, state.real.cpu()):
+                canvas = with_prompts(canvas, replay, state.canvas)
+        check_replay(state, self.settings, canvas)
+        state.replay, state.replay_undecided = canvas, undecided_of(replay, canvas)
 
     @property
     def rows(self) -> int:
@@ -106,7 +98,9 @@ class Denoising:
 
     def context(self) -> RunContext:
         """The context that interventions receive."""
-        state = self.state
+        state, record = self.state, self.request.record_sinks
+        prompts = zip(state.canvas[:, : state.prompt_length], state.real[:, : state.prompt_length], strict=True)
+        keeps_places = record is True or (record is not False and record.reduce is None)  # beside a track
         return RunContext(
             tree=self.model.tree,
             real=state.real,
@@ -114,24 +108,17 @@ class Denoising:
             steps=self.settings.most_steps,
             mask_id=state.mask_id,
             seed=self.request.seed,
-            row_keys=self._row_keys,
+            row_keys=tuple(row_key(row[real].tolist()) for row, real in prompts),
             vocabulary=self._texts,
             special=self.model.special_tokens,
             controls=self.controls,
-            choices=self._choices if self._keeps_places else None,
+            choices=self._choices if keeps_places else None,
             settings=self._settings_text(),
             left_to_right=self.settings.left_to_right,
         )
 
     def _settings_text(self) -> str:
         return json.dumps({name: value for name, value in asdict(self.settings).items() if value is not None})
-
-    @property
-    def _row_keys(self) -> tuple[int, ...]:
-        """One number per row that depends only on its prompt."""
-        prompt = slice(0, self.state.prompt_length)
-        rows = zip(self.state.canvas[:, prompt], self.state.real[:, prompt], strict=True)
-        return tuple(row_key(row[real].tolist()) for row, real in rows)
 
     def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
         """Text of token ids; each is decoded once."""
@@ -141,23 +128,14 @@ class Denoising:
         self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
         return {token: self._vocabulary[token] for token in tokens if token >= 0}
 
-    @property
-    def _keeps_places(self) -> bool:
-        """Whether the run keeps where interventions acted: beside a track."""
-        record = self.request.record_sinks
-        return record is True or (record is not False and record.reduce is None)
-
     def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
         if record is False:
             return None
-        chosen = Record() if record is True else record
-        reuses = self.state.keys is not None or self.settings.reuses_keys
-        more: dict[str, tuple[str, ...]] = dict.fromkeys(of_pass(self.model.tree), ())
-        more |= VARIABLES if reuses else {}
-        partial = self.state.keys is not None
+        tree, state = self.model.tree, self.state
+        reused = VARIABLES if state.keys is not None or self.settings.reuses_keys else {}
         return SinkRecorder(
-            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial,
-            self.settings.left_to_right,
+            Record() if record is True else record, tree, state.real.cpu(), self.settings.most_steps,
+            dict.fromkeys(of_pass(tree), ()) | reused, state.keys is not None, self.settings.left_to_right,
         )  # fmt: skip
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
@@ -181,17 +159,6 @@ class Denoising:
             found += [(point, entry[1]) for point in points]
         return found
 
-    def refuse_unreached(self) -> None:
-        """Refuse a hook function at a point of the sampler, given by name, that the step did not pass.
-
-        Raises:
-            HookOrderError: it would never be called.
-        """
-        for name in self._named - set(self.settings.later_points):
-            point = self.model.tree.hook_dict[name]
-            if isinstance(point, SamplerPoint) and point.reached != 0:
-                raise HookOrderError(never_passed(name, self.settings.name))
-
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         """Attach the run's hooks to their points; on exit, restore the model."""
@@ -201,7 +168,7 @@ class Denoising:
         with (
             all_applied(self.request.hooks, self.model),
             attached(tree, self.hooks, self.rows, self.settings.guided),
-            read_by_policy(self.state.keys),
+            reading(read_by_policy(self.state.keys)),
             nullcontext() if recorder is None else recorder.attached(),
         ):
             yield
@@ -279,9 +246,16 @@ class Denoising:
             self._recorder.begin_step(step)
 
     def after(self, step: int, state: State) -> None:
-        """Pass the step that just ended to the recorder."""
-        if step == 0:
-            self.refuse_unreached()
+        """Pass the step that just ended to the recorder.
+
+        Raises:
+            HookOrderError: a hook function is at a point of the sampler, given by name, that the first step did not
+                pass, so it would never be called.
+        """
+        for name in self._named - set(self.settings.later_points) if step == 0 else ():
+            point = self.model.tree.hook_dict[name]
+            if isinstance(point, SamplerPoint) and point.reached != 0:
+                raise HookOrderError(never_passed(name, self.settings.name))
         if self._recorder is None:
             return
         self.describe()  # first, because a step is readable as soon as it is in the store

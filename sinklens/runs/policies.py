@@ -3,18 +3,16 @@
 Pitfall: what a policy reads is measured in the step before; step 0 has no step before it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.runs.recorder import after
 from sinklens.sampling import Policy
 from sinklens.sampling.key_cache import KeyCache, PolicyCache
 from sinklens.sampling.policies import as_policy
@@ -74,18 +72,13 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
         require(not applies, text)
 
 
-@contextmanager
-def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
-    """While a run lasts, collect the scores and queries that its policy reads."""
-    handles = []
-    try:
-        if isinstance(keys, PolicyCache):
-            read = {"hook_sink_scores": "scores"} if keys.policy.reads_scores else {}
-            read |= {"hook_rot_q": "queries"} if keys.policy.reads_queries else {}
-            for layer, (name, what) in product(range(keys.layers), read.items()):
-                point: Point = keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[assignment]
-                handles.append(after(point, partial(keys.see, what, layer)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def read_by_policy(keys: KeyCache | None) -> list[tuple[Any, Callable[[Tensor], None]]]:
+    """The points whose scores and queries a policy reads, and the functions that collect them."""
+    if not isinstance(keys, PolicyCache):
+        return []
+    read = {"hook_sink_scores": "scores"} if keys.policy.reads_scores else {}
+    read |= {"hook_rot_q": "queries"} if keys.policy.reads_queries else {}
+    return [
+        (keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"], partial(keys.see, what, layer))
+        for layer, (name, what) in product(range(keys.layers), read.items())
+    ]

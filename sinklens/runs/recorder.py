@@ -14,8 +14,8 @@ Under a cache policy a pass computes one window for all rows. Values, maps and m
 own plan computes; all others are NaN, so that a record does not depend on the other rows of the batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,7 +88,7 @@ class SinkRecorder:
         self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Kept] = {}
         self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join
-        self._watching: list[Any] = []
+        self._watching = ExitStack()  # hooks that keep the patterns of a step
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
         self.store = Steps(axes)
@@ -100,20 +100,16 @@ class SinkRecorder:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""
-        handles = []
+        points = self._tree.hook_dict
         try:
-            for part, layer, name in self._points:
-                point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append(after(point, self._keeper(part, layer, name)))
-            yield
+            with reading((points[name], self._keeper(part, layer, name)) for part, layer, name in self._points):
+                yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
                 self.store.flush()
             raise
         finally:
-            for handle in [*handles, *self._watching]:
-                handle.remove()
-            self._watching.clear()
+            self._watching.close()
 
     def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
         complete = covers_all_columns(name)
@@ -144,7 +140,7 @@ class SinkRecorder:
                 rows = _of_all_queries(value[: self._rows].detach(), self._tree.watch.forward_pass)
                 self._kept["pattern", layer] = Kept(rows, range(rows.shape[2]), None)
 
-            self._watching.append(after(point, keep))
+            self._watching.callback(after(point, keep).remove)
 
     def end_step(self, step: int, canvases: dict[str, np.ndarray]) -> None:
         """Move the step's variables to the store.
@@ -157,9 +153,7 @@ class SinkRecorder:
         Raises:
             SettingError: a `Quantity` returned other variables than it declares.
         """
-        for handle in self._watching:
-            handle.remove()
-        self._watching.clear()
+        self._watching.close()
         variables: dict[str, list[Tensor]] = {}
         for part, layer, _ in self._points:
             for name, value in self._finished(part, layer).items():
@@ -175,17 +169,15 @@ class SinkRecorder:
         self.latest = arrays | canvases
         self.store.append(self.latest)
 
-    @property
-    def _extends(self) -> bool:
-        """Whether the pass continues those of the steps before."""
-        return self._causal and self._tree.watch.forward_pass.queries.start > 0
+    def _extends(self, what: tuple[str, int]) -> bool:
+        """Whether the pass continues those of the steps before, which kept such a value."""
+        return self._causal and self._tree.watch.forward_pass.queries.start > 0 and what in self._earlier
 
     def _finished(self, part: Quantity, layer: int) -> dict[str, Tensor]:
         """The variables of one quantity in one layer, padded to the length of the canvas."""
         kept, columns, computed = self._kept.pop((part.name, layer))
-        earlier = self._earlier.get((part.name, layer))
-        if self._extends and earlier is not None:
-            kept, columns = part.join(earlier, kept), range(columns.stop)
+        if self._extends((part.name, layer)):
+            kept, columns = part.join(self._earlier[part.name, layer], kept), range(columns.stop)
         if self._causal:
             self._earlier[part.name, layer] = kept
         real = (self._real[:, _slice(columns)] if computed is None else computed).to(kept.device)
@@ -204,8 +196,8 @@ class SinkRecorder:
         if ("pattern", layer) not in self._kept:
             return
         rows = self._kept.pop(("pattern", layer)).value
-        before = self._earlier.get(("pattern", layer))
-        if self._extends and before is not None:
+        if self._extends(("pattern", layer)):
+            before = self._earlier["pattern", layer]
             rows = torch.cat([torch.nn.functional.pad(before, (0, rows.shape[-1] - before.shape[-1])), rows], dim=2)
         if self._causal:
             self._earlier["pattern", layer] = rows
@@ -272,6 +264,15 @@ def _refuse_partial(quantities: Sequence[Quantity], tree: "HookTree", partial: b
                 f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has only "
                 f"some of them; leave cache= out."
             )
+
+
+@contextmanager
+def reading(pairs: Iterable[tuple[Any, Callable[[Tensor], None]]]) -> Iterator[None]:
+    """Call functions with the outputs of their points, see `after`, during the block."""
+    with ExitStack() as undo:
+        for point, function in pairs:
+            undo.callback(after(point, function).remove)
+        yield
 
 
 def after(point: "Point", function: Callable[[Tensor], None]) -> Any:

@@ -25,6 +25,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -253,14 +254,6 @@ def from_history(
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """Canvases in the columns of a run, as ``replay=`` takes them."""
-
-    canvas: Int[Tensor, "1 step pos"]
-    undecided: Bool[Tensor, "1 step pos"]
-
-
 def replay(
     model: Any,
     recorded: RecordedCanvases,
@@ -300,7 +293,7 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
     return {name: value for name, value in shape.items() if name in names} | dict(given)
 
 
-def _placed(state: Any, recorded: RecordedCanvases) -> _Placed:
+def _placed(state: Any, recorded: RecordedCanvases) -> SimpleNamespace:
     """The recorded canvases in the columns of a run, which may have padding for its blocks."""
     real, size = state.real[0].cpu(), recorded.canvas.shape[1]
     if int(real.sum()) != size:
@@ -312,4 +305,4 @@ def _placed(state: Any, recorded: RecordedCanvases) -> _Placed:
     undecided = torch.zeros_like(canvas, dtype=torch.bool)
     shown = recorded.canvas.masked_fill(recorded.undecided, state.mask_id) if state.mask_id >= 0 else recorded.canvas
     canvas[:, real], undecided[:, real] = shown, recorded.undecided
-    return _Placed(canvas[None], undecided[None])
+    return SimpleNamespace(canvas=canvas[None], undecided=undecided[None])

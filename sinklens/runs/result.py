@@ -83,10 +83,10 @@ def require_run(run: object, name: str) -> None:
     )
 
 
-def undecided_of(replay: Replayable | Tensor, canvas: Tensor | None) -> Bool[Tensor, "batch step pos"] | None:
+def undecided_of(replay: Replayable | Tensor, canvas: Tensor) -> Bool[Tensor, "batch step pos"] | None:
     """The undecided positions of the canvases to replay; None if only canvases were given."""
     found = None if isinstance(replay, Tensor) else getattr(replay, "undecided", None)
-    return found if isinstance(found, Tensor) and canvas is not None and found.shape == canvas.shape else None
+    return found if isinstance(found, Tensor) and found.shape == canvas.shape else None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
-from sinklens.hooks.interleaving import BlockTracer, TracedRows
+from sinklens.hooks.interleaving import BlockTracer
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import Activations
@@ -32,9 +32,6 @@ from sinklens.runs.result import Generation, Replayable
 from sinklens.runs.steps import StepServer, VisitedSteps
 from sinklens.sampling.policies import CachePolicy
 from sinklens.utils.arguments import Seed
-
-DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")
-"""What a `Generation` derives from its fields, and a trace has after its block too."""
 
 
 def trace(
@@ -180,7 +177,8 @@ class Trace(BlockTracer):
     """An open run; see `trace`. It is an nnsight tracer, so ``t.stop()``, ``t.cache()`` and ``.save()`` work."""
 
     def __init__(self, denoising: Denoising) -> None:
-        super().__init__(denoising.model)
+        seen = denoising.rows  # under guidance the conditional rows of a pass
+        super().__init__(denoising.model, seen, 2 * seen if denoising.settings.guided else seen)
         self._denoising = denoising
         self._generation: Generation | None = None
         self._handles: list[Any] = []  # hooks on the points that `cache` keeps
@@ -316,7 +314,7 @@ class Trace(BlockTracer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in Generation.__dataclass_fields__ or name in DERIVED:
+        if name in Generation.__dataclass_fields__ or hasattr(Generation, name):
             if self._generation is None:
                 raise HookOrderError(f"t.{name} is available after the run; read it below the `with` block.")
             return getattr(self._generation, name)
@@ -335,11 +333,6 @@ class Trace(BlockTracer):
             raise SinklensError("this trace has already run; call sinklens.trace(...) again for another run.")
         _refuse_nesting(self._denoising.model)
         self.server = StepServer(self._denoising.model, self._denoising.settings.name)
-
-    def rows(self) -> TracedRows:
-        """The rows that a block sees: under guidance the conditional rows of a pass, otherwise all."""
-        rows = self._denoising.rows
-        return TracedRows(rows, 2 * rows if self._denoising.settings.guided else rows)
 
     def carry_out(self) -> Generation:
         """Run all steps and store the result."""

@@ -35,7 +35,8 @@ def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
     ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
     if not settings.marks_undecided:
         _refuse_masks(model, ids, real)
-    noise = _noise(request, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
+    prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    noise = RowNoise(request.seed, prompts[: len(prompts) // request.copies], request.copies)
     appended, before = ids[:, :0], ids.shape[1]
     for entry in request.hooks:
         if isinstance(entry, HookSource):
@@ -117,12 +118,3 @@ def _closing_token(model: Model, settings: Sampler) -> int | None:
     if not model.eos_token_ids:
         raise SettingError(f"{model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
     return model.eos_token_ids[0]
-
-
-def _noise(request: RunRequest, prompts: list[list[int]]) -> RowNoise:
-    """Random generators of the rows; every copy of the prompts gets the same ones."""
-    distinct = len(prompts) // request.copies
-    noise = RowNoise(request.seed, prompts[:distinct])
-    for _ in range(1, request.copies):
-        noise.generators += RowNoise(request.seed, prompts[:distinct]).generators
-    return noise

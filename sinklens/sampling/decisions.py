@@ -12,6 +12,7 @@ prompt does not depend on the rest of its batch.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,13 +50,13 @@ class RowNoise:
     one prompt in a batch give different samples.
     """
 
-    def __init__(self, seed: int, prompts: Sequence[Sequence[int]]) -> None:
-        seen: dict[tuple[int, ...], int] = {}
-        self.generators = []
+    def __init__(self, seed: int, prompts: Sequence[Sequence[int]], copies: int = 1) -> None:
+        counts, digests = Counter[tuple[int, ...]](), []
         for prompt in map(tuple, prompts):
-            copy = seen[prompt] = seen.get(prompt, -1) + 1
-            digest = hashlib.sha256(repr((seed, copy, prompt)).encode()).digest()
-            self.generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+            digests.append(hashlib.sha256(repr((seed, counts[prompt], prompt)).encode()).digest())
+            counts[prompt] += 1
+        seeds = [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
+        self.generators = [torch.Generator().manual_seed(number) for number in seeds * copies]
 
     def uniform(
         self, where: Bool[Tensor, "batch pos"], *trailing: int, dtype: torch.dtype

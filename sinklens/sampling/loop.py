@@ -7,7 +7,7 @@ without gradients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -129,18 +129,20 @@ def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list
 
 def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     """The trajectory of the finished steps."""
-    canvas = torch.stack([frame.canvas for frame in frames], dim=1).cpu()
-    marked = [frame.undecided for frame in frames if frame.undecided is not None]
-    undecided = torch.stack(marked, dim=1).cpu() if len(marked) == len(frames) else canvas == state.mask_id
-    rows = [frame.active for frame in frames if frame.active is not None]
-    active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
-    unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
-    times = [frame.time for frame in frames if frame.time is not None]
-    tied = [frame.tied for frame in frames if frame.tied is not None]
-    ties = torch.stack(tied, dim=1).cpu() if tied else torch.zeros(len(canvas), 0, dtype=torch.long)
-    kinds = tuple(frame.kind for frame in frames if frame.kind is not None)
-    time = torch.stack(times, dim=1).cpu() if times else None
-    return Trajectory(canvas, undecided, unmasked, active, time, kinds, ties)
+    found: list[Any] = []
+    for name in ("canvas", "undecided", "active", "time", "tied"):
+        kept = [value for frame in frames if (value := getattr(frame, name)) is not None]
+        found.append(torch.stack(kept, dim=1).cpu() if kept else None)
+    canvas, undecided, active, time, ties = found
+    none = canvas.new_zeros(len(canvas), 0)  # of a run that stopped in its first step
+    if undecided is None or undecided.shape != canvas.shape:
+        undecided = canvas == state.mask_id
+    return Trajectory(
+        canvas, undecided, unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length),
+        none.bool() if active is None else active, time,
+        tuple(frame.kind for frame in frames if frame.kind is not None),
+        none if ties is None else ties,
+    )  # fmt: skip
 
 
 BEGAN = "replay began from another canvas; give the same prompts and settings as the replayed run."

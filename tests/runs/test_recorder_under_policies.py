@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.analyses.nulls import FixedQueries
 from sinklens.errors import SettingError
 from sinklens.sampling import DelayedCache, DualCache
 from sinklens.sinks import Record
-from sinklens.sinks.nulls import FixedQueries
 from sinklens.views import attention, pattern_at
 
 PROMPTS = ["one two three four five six", "seven eight nine"]

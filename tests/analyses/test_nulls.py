@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import sinklens
+from sinklens.analyses.nulls import FixedQueries, causal_null
 from sinklens.sinks import Record, SinkTrack, motion
-from sinklens.sinks.nulls import FixedQueries, causal_null
 from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
