@@ -5,7 +5,7 @@
 # of eight billion. At the end of this tutorial you will know
 #
 # - how to load a published checkpoint, and how to see its size and hook points before anything is downloaded,
-# - what a protocol fixes, and how to estimate the time of an evaluation in advance,
+# - what a protocol fixes, and how to compute the time of an evaluation in advance,
 # - how the ledger lets you kill, resume, shard and distribute an evaluation,
 # - how to read the table: intervals, paired differences, controls, and what it refuses to compare,
 # - how programs that a model wrote are run, and what isolates them from the rest of the machine.
@@ -120,7 +120,7 @@ print(*[line[:100] for line in listed[:12]], f"… {len(listed) - 12} more", sep
 # model. A *protocol* fixes all of these under one name.
 
 # %%
-from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking
+from sinklens.evaluation import PROTOCOLS, evaluate, frame, masking
 
 for name in ("llada-gsm8k", "llada-instruct-gsm8k", "llada-instruct-gsm8k-blocks"):
     protocol = PROTOCOLS[name]
@@ -150,23 +150,9 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 #
 # ## How long will it take?
 #
-# Added to any of these commands, `--dry-run` runs two batches, under the first and the last condition, writes nothing,
-# and extrapolates. Run it on the machine of the evaluation: it reports the seconds of that machine, for one process. In
-# Python it is `estimate`, with the arguments of `evaluate`:
-
-# %%
-conditions = masking([1], controls=["random"])
-budget = estimate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5)
-print(
-    f"{budget.units} samples, {budget.passes:,} passes, {budget.tokens:,} tokens; measured on {budget.measured} samples"
-)
-assert budget.passes == 3 * 20 * 24
-assert not Path("results").exists()
-
-# %% [markdown]
-# Three conditions of 20 problems with 24 steps; `budget.seconds` is the time on this machine. For another one, `plan`
-# computes operations and memory from the config alone. For LLaDA in the command above, with GSM8K's 1,319 problems and
-# prompts of 900 tokens, on a card whose peak and utilization we state:
+# Added to any of these commands, `--dry-run` runs nothing and prints passes, operations, time and memory, computed from
+# the config alone. In Python it is `plan`. For LLaDA in the command above, with GSM8K's 1,319 problems and prompts of
+# 900 tokens, on a card whose peak and utilization we state:
 
 # %%
 from sinklens.evaluation.planning import CARDS, plan
@@ -195,6 +181,9 @@ assert 20 < cost.passes / hours / 3600 < 25  # passes of one row a second
 
 
 # %%
+conditions = masking([1], controls=["random"])
+
+
 def stop_after_two(condition, done, total):
     print(f"{condition.name}: {done} of {total}")
     if done == 10:

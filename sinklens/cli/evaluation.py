@@ -30,15 +30,11 @@ class Masking:
         controls: for each K, also mask other keys in the same heads and steps: random (weaker than the strongest, the
             same throughout a run), same_kind (of token), same_mass (of attention), nearest, weakest,
             random_any (redrawn at every step, possibly among the strongest); default: no controls
-        kind: only the K strongest keys of these token kinds, e.g. digit, or 'not digit' (default: all kinds)
-        part: of these keys, only those that are a sink by the paper's definition, or only the others
         of_unmasked: for each K, also mask the sinks that the unmasked run had at the previous step; doubles the time
         queries: in autoregressive models: hide keys from the newest token, or from all tokens (needs --no-use-cache)
     """
 
     controls: Names = ()
-    kind: Names = ()
-    part: Literal["all", "sink", "other"] = "all"
     of_unmasked: bool = False
     queries: Literal["newest", "all"] = "newest"
 
@@ -108,8 +104,7 @@ def evaluate(
         allow_longer: run prompts beyond the model's context, e.g. to rehearse a protocol with a small model
         shard: I/N: every N-th sample, starting at I; processes with other shards may run at once
         engine: this process, or a Ray cluster
-        dry_run: run nothing; print passes, operations, time on a card and memory by batch, and, if the weights are
-            there, the time here, measured on a few samples
+        dry_run: run nothing; print passes, operations, time on a card and memory by batch
     """
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import counting
@@ -137,7 +132,7 @@ def evaluate(
         for name in dict.fromkeys(models):
             shared["load"] = fitted(name, loading, sampler)
             if dry_run:
-                print_plan(planned, name, chosen, conditions, out, shared)
+                print_plan(planned, name, chosen, conditions, shared)
                 continue
             report = partial(_report, count, name)
             measure(

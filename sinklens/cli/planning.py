@@ -1,20 +1,17 @@
 """What runs cost: ``sinklens plan`` of one run of a model, and ``sinklens evaluate --dry-run`` of an evaluation.
 
-Pitfall: a measured cost and the one by formula differ where the machine is not the stated card; the formula counts all
-samples, the measurement those that the ledger lacks.
+Pitfall: the formula counts all samples, also those that the ledger has.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 
 from sinklens.cli.options import Integer, Names, OfFamily
 from sinklens.cli.settings import Settings
-from sinklens.errors import CheckpointError
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
@@ -143,14 +140,12 @@ def _fitting_lines(found: "RunPlan") -> list[str]:
 
 
 def print_plan(
-    options: DryRun, name: str, protocol: "EvalProtocol", conditions: "Sequence[Condition]", out: Path,
-    shared: dict[str, Any],
+    options: DryRun, name: str, protocol: "EvalProtocol", conditions: "Sequence[Condition]", shared: dict[str, Any]
 ) -> None:  # fmt: skip
     """Print what an evaluation of one model would cost."""
     from sinklens.evaluation.conditions import under_caches
     from sinklens.evaluation.planning import find_card
     from sinklens.evaluation.planning import plan as planned
-    from sinklens.evaluation.runner import estimate
 
     card = find_card(options.card)
     number, parts = shared["shard"]
@@ -158,17 +153,6 @@ def print_plan(
     every = under_caches(conditions, shared["cache"])
     found = planned(name, protocol, every, samples, shared["load"])
     print("\n".join([name, *_cost_lines(found, card, options)]))
-    try:
-        cost = estimate(name, protocol, conditions, out, **shared)
-    except CheckpointError as error:
-        print(f"  Not measured here: {error}")
-        return
-    print(
-        f"  Measured: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
-        f"about {duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
-        if cost.units
-        else "  Measured: all samples are already finished."
-    )
 
 
 def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prints a ledger's results: tables with a legend on a terminal, or a table as CSV or LaTeX.
+"""A ledger's results: tables with a legend on a terminal, or a table as CSV.
 
 Names in a ledger come from other people's files: they are escaped for each format, and a control character is shown as
 its code.
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 FORMULA = ("=", "+", "-", "@")
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
-ON_A_PAGE = [
-    "model", "condition", "total", "estimate", "low", "high", "against_unmasked_difference", "against_unmasked_low",
-    "against_unmasked_high", "against_unmasked_p", "control", "against_random_difference", "against_random_p", "seed",
-]  # fmt: skip
 LEGEND = (
     "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
@@ -54,13 +50,14 @@ SHARES = {
 """Heading -> the column of the frame and its form."""
 
 
-def formatted(table: "DataFrame", kind: str) -> str:
-    """The table as text; csv has all columns, latex those that fit a page."""
-    table = table.map(lambda value: spelled(value) if isinstance(value, str) else value)
-    if kind == "csv":  # a spreadsheet runs a text that begins like a formula
-        quoted = table.map(lambda value: f"'{value}" if isinstance(value, str) and value[:1] in FORMULA else value)
-        return str(quoted.to_csv(index=False))
-    return str(table[ON_A_PAGE].to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format))
+def as_csv(table: "DataFrame") -> str:
+    """The table as CSV; a text that begins like a formula, which a spreadsheet would run, is quoted."""
+
+    def cell(value: object) -> object:
+        text = spelled(value) if isinstance(value, str) else value
+        return f"'{text}" if isinstance(text, str) and text[:1] in FORMULA else text
+
+    return str(table.map(cell).to_csv(index=False))
 
 
 def show(table: "DataFrame", notes: Sequence[str]) -> None:

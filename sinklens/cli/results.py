@@ -1,14 +1,12 @@
 """The commands about results that are there: table, score, merge and export.
 
 Only ``score`` runs generated programs, and only with ``--run-generated-code``.
-
-Pitfall: with ``--format``, nothing but the table goes to standard output, so warnings go to standard error.
 """
 
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sinklens.cli.options import Integer
 from sinklens.cli.writing import write_figure, write_text
@@ -21,7 +19,6 @@ def table(
     *,
     out: Path | None = None,
     mixed_devices: bool = False,
-    format: Literal["csv", "latex"] | None = None,
 ) -> None:
     """Print the tables of studies and of an evaluation.
 
@@ -29,11 +26,10 @@ def table(
         results: folder written by either command
         out: for an evaluation: folder for table.csv and the figures (default: RESULTS)
         mixed_devices: for an evaluation: pair runs from different device types, whose last bits differ
-        format: for an evaluation: print the table in this format, and write nothing (default: tables to read)
     """
     from sinklens.analyses.printing import manifests
     from sinklens.analyses.printing import show as show_study
-    from sinklens.cli.printing import formatted, show
+    from sinklens.cli.printing import as_csv, show
     from sinklens.evaluation.ledger import holds_runs
     from sinklens.evaluation.tables import frame
     from sinklens.utils.folders import require_writable
@@ -49,25 +45,20 @@ def table(
             f"{results} holds neither an evaluation nor a finished study; `sinklens evaluate ... --out {results}` or "
             f"`sinklens analyse ... --out {results}` creates one, and resumes what was interrupted."
         )
-    for manifest in studies if not format else ():
+    for manifest in studies:
         show_study(results, manifest)
     if not evaluated:
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = frame(results, mixed_devices=mixed_devices)
-    notes = [str(note.message) for note in caught]
-    if format:
-        print("".join(f"sinklens: {note}\n" for note in notes), file=sys.stderr, end="")
-        print(formatted(rows, format), end="")
-        return
     written = [(out or results) / "table.csv"]
     require_writable(written[0].parent)
-    write_text(written[0], formatted(rows, "csv"))
+    write_text(written[0], as_csv(rows))
     if (rows["total"] > 0).any():
         written.append(written[0].with_name("accuracy.png"))
         write_figure(written[1], accuracy_curves(rows[rows["total"] > 0]))
-    show(rows, notes)
+    show(rows, [str(note.message) for note in caught])
     print(f"Written: {', '.join(map(str, written))}.")
 
 

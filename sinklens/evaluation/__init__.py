@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.protocols import HARNESS_PROTOCOLS, PROTOCOLS, EvalProtocol
-    from sinklens.evaluation.runner import estimate, evaluate
+    from sinklens.evaluation.runner import evaluate
     from sinklens.evaluation.sandbox import run_program
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.tables import frame
@@ -28,7 +28,6 @@ __all__ = [
     "EvalProtocol",
     "LedgerRun",
     "OnRay",
-    "estimate",
     "evaluate",
     "frame",
     "masking",
@@ -44,7 +43,7 @@ _MODULES = {
     "evaluation.distributed": ("OnRay",),
     "evaluation.ledger": ("LedgerRun",),
     "evaluation.protocols": ("HARNESS_PROTOCOLS", "PROTOCOLS", "EvalProtocol"),
-    "evaluation.runner": ("estimate", "evaluate"),
+    "evaluation.runner": ("evaluate",),
     "evaluation.sandbox": ("run_program",),
     "evaluation.scoring": ("score",),
     "evaluation.tables": ("frame",),

@@ -58,8 +58,6 @@ def evaluations(ledger: str | Path) -> list[LedgerRun]:
     runs = LedgerRun.all(Path(ledger))
     for run in runs:
         _check(run, "its description", RUN, run.what)
-        if unknown := run.what.keys() - {name.rstrip("?") for name in RUN}:
-            raise _refused(run, "its description", f"{min(unknown)!r:.40} is not a field of an evaluation")
     return runs
 
 
@@ -75,18 +73,16 @@ def records_of(run: LedgerRun, kind: RecordKind = "records") -> list[LedgerRecor
     return records
 
 
-def _check(run: LedgerRun, what: str, schema: Any, given: Any) -> None:
+def _check(run: LedgerRun, what: str, schema: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     try:
         _fits(schema, "it", given)
+        if schema is RUN and (unknown := given.keys() - {name.rstrip("?") for name in RUN}):
+            raise SettingError(f"{min(unknown)!r:.40} is not a field of an evaluation")
     except SettingError as error:
-        raise _refused(run, what, str(error)) from error
-
-
-def _refused(run: LedgerRun, what: str, why: str) -> LedgerError:
-    return LedgerError(
-        f"{run.folder / FILE}, {run.name}, {what}: {why.rstrip('.')}. Restore the file from a copy, or evaluate this "
-        f"run in another folder."
-    )
+        raise LedgerError(
+            f"{run.folder / FILE}, {run.name}, {what}: {str(error).rstrip('.')}. Restore the file from a copy, or "
+            f"evaluate this run in another folder."
+        ) from error
 
 
 def _fits(schema: Any, name: str, given: Any) -> None:

@@ -21,7 +21,6 @@ from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
-from sinklens.sinks.strongest import Part, StrongestKeys
 from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
@@ -118,8 +117,6 @@ def masking(
     *,
     queries: Reach = "newest",
     of_unmasked: bool = False,
-    kind: str | Sequence[str] = (),
-    part: Part = "all",
     seed: int = 0,
 ) -> list[Condition]:
     """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
@@ -135,12 +132,10 @@ def masking(
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
             keys are masked at every step. Controls of the strongest keys then take those of the unmasked run.
-        kind: only the K strongest keys of these token kinds, e.g. "digit" or "not digit"; none means all.
-        part: "all" of these keys; only those that are a "sink" by the paper's definition, or only the "other" ones.
         seed: for random keys.
 
     Raises:
-        SettingError: a count that is not an integer of at least 0; an unknown control, kind or part; an invalid seed.
+        SettingError: a count that is not an integer of at least 0; an unknown control; an invalid seed.
     """
     numbers = whole_numbers("count", counts)
     if any(count < 0 for count in numbers):
@@ -153,11 +148,8 @@ def masking(
             )
     found = [UNMASKED]
     for count in sorted(set(numbers) - {0}):
-        plain: dict[str, Any] = {"top_k": count}
-        if kind or part != "all":
-            plain = {"top_k": None, "detector": StrongestKeys(count, as_tuple(kind), part)}
-        strongest = MaskSinks(**plain, queries=queries)
-        name = _name(count, "strongest key" if kind or part != "all" else "sink", strongest)
+        strongest = MaskSinks(top_k=count, queries=queries)
+        name = _name(count, "sink", strongest)
         found.append(Condition(name, (strongest,), count, "strongest"))
         if of_unmasked:
             found.append(Condition(f"{name} of the unmasked run", (strongest,), count, "steady", of_unmasked=True))
@@ -209,10 +201,5 @@ def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, s
 def _name(count: int, noun: str, hook: MaskKeys) -> str:
     head, space, tail = noun.partition(" of ")
     keys: Any = hook.where
-    suffixes: list[str] = []
-    if keys.detector is not None:
-        part = {"all": [], "sink": ["where a sink"], "other": ["where no sink"]}[keys.detector.part]
-        suffixes = [" or ".join(keys.detector.only)] * bool(keys.detector.only) + part
-    suffixes += ["for all queries"] * (hook.queries == "all")
-    suffixes += [f"seed {keys.seed}"] * (keys.seed != 0)
+    suffixes = ["for all queries"] * (hook.queries == "all") + [f"seed {keys.seed}"] * (keys.seed != 0)
     return ", ".join([f"{count} {head}{'s' if count > 1 else ''}{space}{tail}", *suffixes])

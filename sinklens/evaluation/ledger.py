@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ from sinklens.utils.documents import parse_json
 
 LedgerRecord = dict[str, Any]
 RecordKind = Literal["records", "verdicts"]
+KINDS: tuple[RecordKind, ...] = get_args(RecordKind)
 FILE = "ledger.sqlite"
 VERSION = 3
 SCHEMA = f"""
@@ -54,6 +56,7 @@ CIRCUMSTANCES = {
     "seconds", "batch", "device", "device_name", "versions", "sinks", "status", "detail", "isolation",
 }  # fmt: skip
 """Fields in which two records of one result may differ."""
+DATA = {"prompt_sha256": "prompt", "reference_sha256": "expected answer"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class LedgerRun:
         if not found:
             raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
         for run, kind in _rows(ledger, "SELECT DISTINCT run, kind FROM records"):
-            if run not in found or kind not in get_args(RecordKind):
+            if run not in found or kind not in KINDS:
                 raise _damaged(ledger, f"the place of records ({kind!r:.40} of {run!r:.40})")
         return [cls(found[name], ledger, name) for name in sorted(found)]
 
@@ -164,11 +167,11 @@ def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
             or a ledger is damaged (its sound records were copied).
     """
     target, damage, copied = Path(out), list[LedgerError](), 0
-    known = {place: (target, record) for place, record in _records_of(_all_runs(target)).items()}
-    present, runs = set(known), dict[str, LedgerRun]()
+    present = _records_of(LedgerRun.all(target) if holds_runs(target) else [])
+    known, runs = {place: (target, record) for place, record in present.items()}, dict[str, LedgerRun]()
     for ledger in map(Path, ledgers):
         try:
-            found = _all_runs(ledger, empty=False)
+            found = LedgerRun.all(ledger)
             records = _records_of(found)
         except LedgerError as error:
             found, records = _sound(ledger)
@@ -183,15 +186,11 @@ def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
                     f"{ledger} and {folder} have {place[1]} of {place[2]} in {place[0]} with another {field}, so they "
                     f"contradict each other; keep them apart. Nothing was copied."
                 )
-    new: dict[tuple[str, str], list[LedgerRecord]] = {
-        (name, kind): [] for name in runs for kind in get_args(RecordKind)
-    }
-    for place in known.keys() - present:
-        new[place[:2]].append(known[place][1])
-    for (name, kind), listed in new.items():
-        with Writer(runs[name], kind=kind) as writer:  # type: ignore[arg-type]
-            writer.add(*listed)
-        copied += len(listed)
+    for run, kind in product(runs.values(), KINDS):
+        new = [record for place, (_, record) in known.items() if place[:2] == (run.name, kind) and place not in present]
+        with Writer(run, kind=kind) as writer:
+            writer.add(*new)
+        copied += len(new)
     if damage:
         raise LedgerError(f"{copied} sound records were copied to {out}, and others were lost: {damage[0]}")
     return copied
@@ -208,8 +207,7 @@ def export(ledger: str | Path, file: str | Path) -> int:
     """
     lines = [
         _json({"run": run.name, "what": run.what, "kind": kind, "record": record}) + "\n"
-        for run in LedgerRun.all(Path(ledger))
-        for kind in get_args(RecordKind)
+        for run, kind in product(LedgerRun.all(Path(ledger)), KINDS)
         for record in run.records(kind)
     ]
     with atomic_write(file) as part:
@@ -219,29 +217,22 @@ def export(ledger: str | Path, file: str | Path) -> int:
 
 def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What differs between the data of two records of a sample, "prompt" or "expected answer"; "" if nothing does."""
-    if one.get("prompt_sha256") != other.get("prompt_sha256"):
-        return "prompt"
-    return "expected answer" if one.get("reference_sha256") != other.get("reference_sha256") else ""
+    return next((text for name, text in DATA.items() if one.get(name) != other.get(name)), "")
 
 
 def _contradiction(one: LedgerRecord, other: LedgerRecord) -> str:
     """What differs between the results of two records of a sample; "" if nothing does."""
-    if difference := data_difference(one, other):
-        return difference
     fields = sorted({*one, *other} - CIRCUMSTANCES, key=lambda name: (name != "verdict", name))
-    return next((name for name in fields if one.get(name) != other.get(name)), "")
-
-
-def _all_runs(ledger: Path, empty: bool = True) -> list[LedgerRun]:
-    """The runs of a ledger, which may be `empty`."""
-    return LedgerRun.all(ledger) if not empty or holds_runs(ledger) else []
+    return data_difference(one, other) or next((name for name in fields if one.get(name) != other.get(name)), "")
 
 
 def _records_of(runs: Sequence[LedgerRun]) -> dict[tuple[str, str, str], LedgerRecord]:
     """The records of all runs, by run, kind and sample."""
-    kinds: tuple[RecordKind, ...] = get_args(RecordKind)
-    listed = ((run.name, kind, record) for run in runs for kind in kinds for record in run.records(kind))
-    return {(name, kind, str(record["sample"])): record for name, kind, record in listed}
+    return {
+        (run.name, kind, str(record["sample"])): record
+        for run, kind in product(runs, KINDS)
+        for record in run.records(kind)
+    }
 
 
 def _sound(ledger: Path) -> tuple[list[LedgerRun], dict[tuple[str, str, str], LedgerRecord]]:

@@ -4,7 +4,7 @@ The plan of one run (run_memory.py) is multiplied by samples and runs. No weight
 ``config.json`` and, for the length of prompts, a tokenizer.
 
 Caveats: the utilization is yours to state. Small models and small batches reach far less than large ones, and a cache
-policy, an early end of rows or a threshold takes fewer passes than are counted. `estimate` measures instead.
+policy, an early end of rows or a threshold takes fewer passes than are counted.
 """
 
 from collections.abc import Mapping, Sequence

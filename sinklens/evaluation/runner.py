@@ -12,7 +12,6 @@ Pitfall: two processes must not share a shard. The second one stops at once with
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from sinklens.evaluation.units import Batch, Job, batches
 from sinklens.sampling import Policy
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.folders import check_folder
 from sinklens.utils.integers import as_integer
 
@@ -84,27 +83,39 @@ def evaluate(
         ControlWarning: a condition is a control of one that is neither among these nor in the ledger.
     """
     check_folder(ledger, "an evaluation")
+    every, size = under_caches(conditions, cache), read_as(Count, "batch", batch)
+    controls = {one.name: one.control_of for one in every}
+    if not every or len(controls) < len(every):
+        names = [one.name for one in every]
+        raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
+    chosen = find_protocol(protocol) if isinstance(protocol, str) else protocol
+    task = task or chosen.make_task()
+    if task.name != chosen.task:
+        raise SettingError(f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
+    samples = _samples(task, limit, shard)
+    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed), allow_longer)
+    report = progress or (lambda condition, done, total: None)
     with ExitStack() as stack:
         workers = None if engine is None else stack.enter_context(engine)
-        given = protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache, allow_longer
-        plan = _planned(workers, model, *given)
+        described = job.identities(every) if workers is None else workers.identities(job, every)
+        runs = [LedgerRun.of(Path(ledger), what) for what in described]
         earlier = evaluations(ledger) if holds_runs(Path(ledger)) else []
-        controls = {one.name: one.control_of for one in plan.conditions}
         if note := unpaired(controls, {*controls, *(run.what["condition"]["name"] for run in earlier)}):
             warn_caller(note, ControlWarning)
-        writers = [stack.enter_context(Writer(run.begin(), shard[0])) for run in plan.runs]
-        work = plan.missing()  # after locking: no other process is writing these shards
-        report, total = progress or (lambda condition, done, total: None), len(plan.samples)
-        done = [len({sample.id for sample in plan.samples} & run.done()) for run in plan.runs]
-        for condition, number in zip(plan.conditions, done, strict=True):
-            report(condition, number, total)
-        finished = _one_by_one(plan.job, work) if workers is None else workers.carry_out(plan.job, work)
+        writers = [stack.enter_context(Writer(run.begin(), shard[0])) for run in runs]
+        work, done = list[Batch](), dict[str, int]()
+        for condition, run in zip(every, runs, strict=True):  # after locking: no other process writes these shards
+            left = _missing(run, samples)
+            work += batches(condition, left, 1 if condition.hooks and _waits(run.what) else size)
+            done[condition.name] = len(samples) - len(left)
+            report(condition, done[condition.name], len(samples))
+        finished = _one_by_one(job, work) if workers is None else workers.carry_out(job, work)
         for batch_done, records in finished:
-            place = list(controls).index(batch_done.condition.name)
-            writers[place].add(*records)
-            done[place] += len(records)
-            report(plan.conditions[place], done[place], total)
-    return plan.runs
+            name = batch_done.condition.name
+            writers[list(controls).index(name)].add(*records)
+            done[name] += len(records)
+            report(batch_done.condition, done[name], len(samples))
+    return runs
 
 
 def _one_by_one(job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
@@ -112,125 +123,12 @@ def _one_by_one(job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[L
         yield batch, job.carry_out(batch)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of an evaluation, extrapolated from a few measured units.
-
-    Attributes:
-        units: samples times conditions that the ledger lacks.
-        tokens: positions to generate.
-        passes: forward passes of one row each.
-        seconds: time for all units, one batch after the other in this process; excludes loading the model.
-        measured: units that were run for the estimate.
-    """
-
-    units: int
-    tokens: int
-    passes: int
-    seconds: float
-    measured: int
-
-
-def estimate(
-    model: Any,
-    protocol: EvalProtocol | str,
-    conditions: Sequence[Condition],
-    ledger: str | Path,
-    *,
-    task: Task | None = None,
-    limit: int | None = None,
-    batch: int = 25,
-    seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
-    load: dict[str, Any] | None = None,
-    cache: str | Policy | Sequence[str | Policy] = (),
-    allow_longer: bool = False,
-) -> Cost:
-    """Estimate the cost of `evaluate` with the same arguments by running two batches of medium length; writes nothing.
-
-    The batches run under the first and the last condition that have units left, each after a one-row warm-up run.
-    """
-    given = protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache, allow_longer
-    plan = _planned(None, model, *given)
-    work, measured = plan.missing(), list[LedgerRecord]()
-    if not work:
-        return Cost(0, 0, 0, 0.0, 0)
-    for name in dict.fromkeys((work[0].condition.name, work[-1].condition.name)):
-        same = [one for one in work if one.condition.name == name]
-        middle = same[len(same) // 2]
-        plan.job.carry_out(Batch(middle.condition, middle.samples[:1]))
-        measured += plan.job.carry_out(middle)
-    units = sum(len(one.samples) for one in work)
-    each = units / len(measured)
-    return Cost(
-        units=units,
-        tokens=round(each * sum(len(record["tokens"]) for record in measured)),
-        passes=round(each * sum(record["steps"] for record in measured)),
-        seconds=each * sum(record["seconds"] for record in measured),
-        measured=len(measured),
-    )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """An evaluation before it starts."""
-
-    job: Job
-    conditions: list[Condition]
-    samples: list[Sample]
-    runs: list[LedgerRun]
-    batch: int
-
-    def missing(self) -> list[Batch]:
-        """Units without a record, condition by condition.
-
-        Raises:
-            LedgerError: a sample differs from the recorded one.
-        """
-        found: list[Batch] = []
-        for condition, run in zip(self.conditions, self.runs, strict=True):
-            done, left = {str(record["sample"]): record for record in records_of(run)}, list[Sample]()
-            for sample in self.samples:
-                if sample.id not in done:
-                    left.append(sample)
-                    continue
-                here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
-                if difference := data_difference(done[sample.id], here):
-                    raise LedgerError(
-                        f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with "
-                        f"other data. Use that data, or another folder (--out)."
-                    )
-            found += batches(condition, left, 1 if condition.hooks and _waits(run.what) else self.batch)
-        return found
-
-
-def _waits(what: Mapping[str, Any]) -> bool:
-    """Whether rows of a run may wait for others of their batch, in steps that interventions would see."""
-    settings = what["settings"]
-    if "canvas_length" in settings:  # until every row has finished its canvas; after the last one nothing follows
-        return bool(settings["gen_length"] > settings["canvas_length"])
-    return any(settings.get(name) is not None for name in ("threshold", "factor"))
-
-
-def _planned(
-    workers: "OnRay | None", model: Any, protocol: Any, conditions: Sequence[Condition], ledger: str | Path, task: Any,
-    limit: int | None, batch: int, seed: int, shard: Any, load: dict[str, Any] | None, cache: Any, allow_longer: bool,
-) -> _Plan:  # fmt: skip
-    """The plan of an evaluation; see `evaluate` for the arguments and the errors."""
-    every = under_caches(conditions, cache)
-    names = [condition.name for condition in every]
-    if not names or len(set(names)) < len(names):
-        raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
-    if as_integer(batch) is None or batch < 1:
-        raise SettingError(f"batch must be at least 1 sample; got {batch!r}.")
+def _samples(task: Task, limit: int | None, shard: tuple[int, int]) -> list[Sample]:
+    """The samples of a shard."""
     fits = isinstance(shard, tuple | list) and len(shard) == 2 and None not in map(as_integer, shard)
     if not fits or not 0 <= shard[0] < shard[1]:
         raise SettingError(f"shard must be two integers, (0, 4) for the first of four; got {shard!r}.")
     number, parts = shard
-    chosen = find_protocol(protocol) if isinstance(protocol, str) else protocol
-    task = task or chosen.make_task()
-    if task.name != chosen.task:
-        raise SettingError(f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
     samples = list(task.samples(limit))[number::parts]
     repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
     if repeated is not None:
@@ -239,7 +137,32 @@ def _planned(
         raise SettingError(
             f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
         )
-    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed), allow_longer)
-    found = job.identities(every) if workers is None else workers.identities(job, every)
-    runs = [LedgerRun.of(Path(ledger), what) for what in found]
-    return _Plan(job, every, samples, runs, batch)
+    return samples
+
+
+def _missing(run: LedgerRun, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples without a record.
+
+    Raises:
+        LedgerError: a sample differs from the recorded one.
+    """
+    done, left = {str(record["sample"]): record for record in records_of(run)}, list[Sample]()
+    for sample in samples:
+        if sample.id not in done:
+            left.append(sample)
+            continue
+        here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
+        if difference := data_difference(done[sample.id], here):
+            raise LedgerError(
+                f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with other "
+                f"data. Use that data, or another folder (--out)."
+            )
+    return left
+
+
+def _waits(what: Mapping[str, Any]) -> bool:
+    """Whether rows of a run may wait for others of their batch, in steps that interventions would see."""
+    settings = what["settings"]
+    if "canvas_length" in settings:  # until every row has finished its canvas; after the last one nothing follows
+        return bool(settings["gen_length"] > settings["canvas_length"])
+    return any(settings.get(name) is not None for name in ("threshold", "factor"))

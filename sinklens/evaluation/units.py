@@ -168,7 +168,7 @@ class Job:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             which = "samples" if len(names) > 1 else "sample"
             raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
-        sinks = sums.summary()
+        sinks = sums.per_head()
         about = {
             "device": model.cfg.device.type,
             "device_name": _device_name(model),
@@ -177,9 +177,7 @@ class Job:
             "batch": len(batch.samples),
         }
         return [
-            _record(self.task, sample, run, row)
-            | about
-            | {"sinks": {name: float(values[row]) for name, values in sinks.items()}}
+            _record(self.task, sample, run, row) | about | {"sinks": {"per_head": float(sinks[row])}}
             for row, sample in enumerate(batch.samples)
         ]
 

@@ -153,7 +153,7 @@ def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, ca
         (["hooks", "tiny-llada", "--al"], "Unknown option: --al. Did you mean --all?"),  # no abbreviations
         (["trace", "m"], 'Command "trace" parameter --prompt requires an argument'),
         (["evaluate", "m", "--batch", "1.5"], "Invalid value for --batch: must be an integer; got '1.5'"),
-        (["evaluate", "m", "--part", "sinks"], 'Invalid value "sinks" for --part. Choose from: "all", "sink"'),
+        (["evaluate", "m", "--queries", "any"], 'Invalid value "any" for --queries. Choose from: "newest", "all"'),
     ],
 )
 def test_an_option_that_cannot_be_parsed_exits_with_code_two_and_names_the_help(arguments, text, capsys):
@@ -362,7 +362,7 @@ def test_an_error_shows_control_characters_of_a_name_as_escapes(capsys):
 def test_a_text_that_begins_like_a_formula_is_quoted_in_csv():
     from pandas import DataFrame
 
-    from sinklens.cli.printing import formatted
+    from sinklens.cli.printing import as_csv
 
     table = DataFrame({"model": ["=1+1", "-x", "a"], "n": [-1, 2, 3]})
-    assert formatted(table, "csv").splitlines() == ["model,n", "'=1+1,-1", "'-x,2", "a,3"]
+    assert as_csv(table).splitlines() == ["model,n", "'=1+1,-1", "'-x,2", "a,3"]

@@ -60,8 +60,6 @@ def test_a_dry_run_estimates_the_cost_and_writes_nothing(tmp_path, capsys):
                         "--out", out, "--dry-run")  # fmt: skip
     assert code == 0
     assert printed.startswith("tiny-llama\n  4 samples x 2 runs: ")
-    assert "Measured: 8 samples to do, " in printed
-    assert "in one process here (estimated from 8 samples)" in printed
     assert not out.exists()
 
 
@@ -163,8 +161,6 @@ def labels(ledger):
         (["tiny-llama", "--task", "tiny-gsm", "--shard", "0/0"], "--shard must be I/N, e.g. 0/4"),
         (["tiny-llama", "--task", "tiny-gsm", "--controls", "random"], "--controls has no effect without --mask-sinks"),
         (["tiny-llama", "--task", "tiny-gsm", "--of-unmasked"], "--of-unmasked has no effect without --mask-sinks"),
-        (["tiny-llama", "--task", "tiny-gsm", "--kind", "digit"], "--kind has no effect without --mask-sinks"),
-        (["tiny-llama", "--task", "tiny-gsm", "--part", "sink"], "--part has no effect without --mask-sinks"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--controls", "same_kinds"],
             "weakest, same_mass, same_kind, nearest; got 'same_kinds'. Nearest: same_kind",
@@ -317,25 +313,20 @@ def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
     )  # fmt: skip
     assert code == 0
     assert "on 2 x A100 (80 GB) at 50% of 312 TFLOP/s" in printed
-    assert "Not measured here: " in printed
 
 
 HOSTILE = "/m/50%_a|b&c<b>[red]x\x1b[2J"
-ESCAPED = {
-    "csv": "/m/50%_a|b&c<b>[red]x\\x1b[2J",
-    "latex": r"/m/50\%\_a|b\&c<b>[red]x\textbackslash x1b[2J & unmasked &",
-    "": "/m/50%_a|b&c<b>[red]x\\x1b[2J: accuracy",
-}
+ESCAPED = "/m/50%_a|b&c<b>[red]x\\x1b[2J"
 
 
-@pytest.mark.parametrize("form", ESCAPED)
-def test_a_format_prints_nothing_but_the_table_and_escapes_names(tmp_path, capsys, form):
+def test_the_names_in_a_table_are_escaped(tmp_path, capsys):
     for condition in masking([1], ["random"]):
         planted_run(tmp_path, {"s": True}, condition, model=HOSTILE)
-    code, printed, _ = run(capsys, "table", tmp_path, *(["--format", form] if form else []))
-    assert (code, "\x1b" in printed, ESCAPED[form] in printed) == (0, False, True), printed
-    assert (tmp_path / "table.csv").exists() == (not form)
-    assert form != "csv" or printed.startswith("task,protocol,model,condition,masked,")
+    code, printed, _ = run(capsys, "table", tmp_path)
+    assert (code, "\x1b" in printed, f"{ESCAPED}: accuracy" in printed) == (0, False, True), printed
+    written = (tmp_path / "table.csv").read_text()
+    assert ("\x1b" in written, ESCAPED in written) == (False, True)
+    assert written.startswith("task,protocol,model,condition,masked,")
 
 
 @pytest.mark.extended

@@ -10,7 +10,6 @@ from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.sampling import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
-from sinklens.sinks import StrongestKeys
 
 
 @pytest.mark.parametrize(
@@ -19,10 +18,6 @@ from sinklens.sinks import StrongestKeys
         ({"counts": [10, 1, 1]}, ["1 sink", "10 sinks"]),
         ({"counts": [0]}, []),
         ({"counts": [1], "queries": "all"}, ["1 sink, for all queries"]),
-        ({"counts": [1], "kind": "not digit"}, ["1 strongest key, not digit"]),
-        ({"counts": [1], "part": "sink"}, ["1 strongest key, where a sink"]),
-        ({"counts": [2], "kind": ["digit", "newline"], "part": "other", "controls": ["random"]},
-         ["2 strongest keys, digit or newline, where no sink", "2 random keys, digit or newline, where no sink"]),
         ({"counts": [5], "controls": ["same_mass"]}, ["5 sinks", "5 random keys of the same mass"]),
         ({"counts": [5], "controls": ["weakest", "random"], "seed": 7},
          ["5 sinks", "5 random keys, seed 7", "5 weakest keys"]),
@@ -47,13 +42,6 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
     assert found["weakest"].hooks[0].where.seed == 0  # it draws nothing
 
 
-def test_a_kind_and_a_part_restrict_the_strongest_keys_and_not_the_random_ones():
-    _, strongest, random = masking([2], ["random"], kind=["digit", "newline"], part="other")
-    detector = StrongestKeys(2, ("digit", "newline"), "other")
-    assert strongest.hooks == (MaskSinks(top_k=None, detector=detector),)
-    assert random.hooks == (MaskSinks(top_k=None, detector=detector, pick="random", persistent=True),)
-
-
 def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
     _, in_run, steady = masking([2], of_unmasked=True)
     assert (steady.masked, steady.pick) == (2, "steady")
@@ -66,7 +54,7 @@ def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
 
 def test_plain_interventions_and_policies_are_described_by_their_repr():
     """So do ledgers of earlier versions describe them."""
-    conditions = masking([1, 5], list(CONTROLS), of_unmasked=True, kind=["digit"], part="sink", seed=3)
+    conditions = masking([1, 5], list(CONTROLS), of_unmasked=True, seed=3)
     for one in under_caches(conditions, ["dual", "delayed", "keep-sinks:4", "drop-sinks:4", Refresh(every=4)]):
         assert one.described()["hooks"] == [repr(hook) for hook in one.hooks]
         assert one.described().get("cache") == (None if one.cache is None else repr(one.cache))
@@ -133,10 +121,8 @@ def test_settings_that_a_repr_omits_are_described_and_those_outside_fields_are_r
             {"counts": [1], "controls": ["neerest"]},
             r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
         ),
-        ({"counts": [1], "kind": ["digits"]}, r"'digits' is neither. .* Nearest: digit"),
         ({"counts": 1}, r"counts must be a list of integers, such as .*; got 1"),
         ({"counts": ["1"]}, r"counts must be a list of integers, .*; got \['1'\]"),
-        ({"counts": [1], "part": "sinks"}, r"part must be one of all, sink, other; got 'sinks'"),
     ],
 )
 def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):

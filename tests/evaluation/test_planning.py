@@ -8,7 +8,7 @@ from building import random_hf, random_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from sinklens.errors import SettingError
-from sinklens.evaluation import estimate, masking
+from sinklens.evaluation import evaluate, masking
 from sinklens.evaluation.planning import CARDS, Card, find_card, plan
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.run_memory import flops_of
@@ -47,8 +47,9 @@ def test_passes_are_those_of_the_runs_and_guidance_doubles_them(tiny_llada, tmp_
     conditions = masking([1], ["random"])
     protocol, task = find_protocol("tiny-gsm"), find_task("tiny-gsm")
     found = plan("tiny-llada", protocol, conditions, task.samples(2))
-    measured = estimate(tiny_llada, protocol, conditions, tmp_path / "none", limit=2, batch=1)
-    assert (found.samples, found.runs, found.passes) == (2, 3, measured.passes)
+    runs = evaluate(tiny_llada, protocol, conditions, tmp_path, limit=2)
+    steps = sum(record["steps"] for run in runs for record in run.records())
+    assert (found.samples, found.runs, found.passes) == (2, 3, steps)
     guided = plan("tiny-llada", protocol.with_settings({"cfg_scale": 1.0}), conditions, task.samples(2))
     assert guided.passes == 2 * found.passes
     assert guided.flops == pytest.approx(2 * found.flops)

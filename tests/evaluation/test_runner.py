@@ -14,7 +14,7 @@ from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
-from sinklens.evaluation import UNMASKED, Condition, LedgerRun, estimate, evaluate, frame, masking, units
+from sinklens.evaluation import UNMASKED, Condition, LedgerRun, evaluate, frame, masking, units
 from sinklens.evaluation.ledger import holds_runs
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.units import Job
@@ -170,29 +170,16 @@ def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
     assert reports == [("unmasked", done, total) for done, total in [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)]]
 
 
-def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama):
-    found = estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3)
-    assert (found.units, found.measured) == (12, 6)
-    assert found.seconds > 0
-    assert not list(tmp_path.iterdir())
-    evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=4)
-    assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6, batch=3).units == 4
-    runs = evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6)
-    actual = sum(len(record["tokens"]) for run in runs for record in run.records())
-    assert found.tokens == found.passes == pytest.approx(actual, rel=0.5)  # one token per pass
-    assert estimate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=6).units == 0
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"limit": "2"}, "limit is '2'; give the number of samples"),
-        ({"batch": 1.5}, "batch must be at least 1 sample; got 1.5"),
+        ({"batch": 1.5}, "batch must be an integer of at least 1; got 1.5"),
         ({"shard": "0/2"}, r"shard must be two integers, \(0, 4\) for the first of four; got '0/2'"),
         ({"seed": 1.5}, "seed must be an integer from 0"),
         ({"shard": (3, 3)}, r"shard must be two integers, .*; got \(3, 3\)"),
-        ({"batch": 0}, r"batch must be at least 1 sample; got 0"),
+        ({"batch": 0}, r"batch must be an integer of at least 1; got 0"),
         ({"conditions": []}, r"at least one condition, each with a different name; got \[\]"),
         ({"conditions": [UNMASKED, Condition("unmasked")]}, r"each with a different name"),
         ({"task": find_task("tiny-code")}, r"the protocol tiny-gsm is for the task tiny-gsm; got tiny-code"),
@@ -201,9 +188,8 @@ def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama
 )
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, tiny_llama, arguments, text):
     given = {"protocol": "tiny-gsm", "conditions": [UNMASKED], "ledger": tmp_path / "new"} | arguments
-    for function in (evaluate, estimate):
-        with pytest.raises(SinklensError, match=text):
-            function(tiny_llama, **given)
+    with pytest.raises(SinklensError, match=text):
+        evaluate(tiny_llama, **given)
     assert not (tmp_path / "new").exists()
 
 
