@@ -30,7 +30,7 @@ Pitfall: prompts from one template share what a probe can learn by heart. Name w
 such as the template, whose values then are never in training and test at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -178,25 +178,30 @@ class _Test(NamedTuple):
         Probes have to be fitted again: an old probe and the labels that it was fitted to depend on each other, as every
         unit is in the training data of all others, and p values from its fixed predictions are too small.
         """
+        from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped,unused-ignore]
+
         rng, units = np.random.default_rng(seed), int(self.unit.max()) + 1
         givers = np.stack([np.arange(units), *(rng.permutation(units) for _ in range(RESAMPLES - 1))])
         classes = np.unique(y)
         some = classes[int(len(classes) == 2) :]  # of two classes, one indicator says all
         targets = (y[:, None] if self.kind == "ridge" else y[:, None] == some).astype(np.float64)
-        fits = []
+        folds = []
         for number in np.unique(self.fold):
             train, held = (np.flatnonzero(here) for here in (self.fold != number, self.fold == number))
-            fit = _ridge_predictor(x[train].astype(np.float64), x[held].astype(np.float64), self.penalty)
-            fits.append((train, held, fit))
+            scaler = StandardScaler().fit(x[train].astype(np.float64))
+            known, new = scaler.transform(x[train]), scaler.transform(x[held])
+            solved = np.linalg.solve(known.T @ known + self.penalty * np.eye(known.shape[1]), known.T)
+            folds.append((train, held, new, solved))
         missed, spread, changed = np.zeros(RESAMPLES), np.zeros(RESAMPLES), False
         for draws in np.array_split(np.arange(RESAMPLES), 1 + min(RESAMPLES - 1, targets.size * RESAMPLES // 2**22)):
             labels = targets[_exchanged(self.unit, givers[draws])]
             changed = changed or bool((labels != targets).any())
-            for train, held, fit in fits:
-                known, truth = labels[:, train], labels[:, held]
-                mean = known.mean(axis=1, keepdims=True)
-                missed[draws] += ((truth - mean - fit(known - mean)) ** 2).sum(axis=(1, 2))
-                spread[draws] += ((truth - mean) ** 2).sum(axis=(1, 2))
+            for train, held, new, solved in folds:
+                mean = labels[:, train].mean(axis=1, keepdims=True)
+                truth = labels[:, held] - mean
+                fit = np.einsum("hd,dk,nko->nho", new, solved, labels[:, train] - mean, optimize=True)
+                missed[draws] += ((truth - fit) ** 2).sum(axis=(1, 2))
+                spread[draws] += (truth**2).sum(axis=(1, 2))
         if not changed:
             return float("nan")
         quality = 1 - missed / spread
@@ -208,14 +213,11 @@ class _Test(NamedTuple):
 
         if isinstance(x, np.ndarray):
             return fitted(x[train], y[train], self.kind, self.penalty).predict(x[held].astype(np.float64))
-        if self.kind == "ridge":
-            y, model = y.astype(np.float64), DummyRegressor() if x is None else Ridge(alpha=self.penalty)
-        elif x is None:
-            model = DummyClassifier(strategy="most_frequent")
-        else:
-            model = LogisticRegression(C=1 / self.penalty, max_iter=1000, tol=1e-3)
-        x = np.zeros((len(y), 1)) if x is None else x
-        return np.asarray(model.fit(x[train], y[train]).predict(x[held]))
+        ridge = self.kind == "ridge"
+        constant = DummyRegressor() if ridge else DummyClassifier(strategy="most_frequent")
+        linear = Ridge(alpha=self.penalty) if ridge else LogisticRegression(C=1 / self.penalty, max_iter=1000, tol=1e-3)
+        x, model = (np.zeros((len(y), 1)), constant) if x is None else (x, linear)
+        return np.asarray(model.fit(x[train], y[train].astype(np.float64) if ridge else y[train]).predict(x[held]))
 
 
 def _parts(data: ProbeData, by: str | None) -> Iterator[tuple[Any, ProbeData]]:
@@ -255,28 +257,6 @@ def _exchanged(unit: Int[np.ndarray, " place"], giver: Int[np.ndarray, "draw uni
     rank[order] = np.arange(len(unit)) - begin[unit[order]]
     from_unit = giver[:, unit]
     return np.asarray(order[begin[from_unit] + rank * size[from_unit] // size[unit]])
-
-
-def _ridge_predictor(
-    train: Float[np.ndarray, "known d"], held: Float[np.ndarray, "held d"], penalty: Positive
-) -> Callable[[Float[np.ndarray, "draw known output"]], Float[np.ndarray, "draw held output"]]:
-    """Ridge regressions of many centered labels on the same standardized activations."""
-    mean, scale = train.mean(axis=0), train.std(axis=0)
-    scale[scale == 0] = 1
-    train, held = (train - mean) / scale, (held - mean) / scale
-    if train.shape[1] < len(train):
-        solved = np.linalg.solve(train.T @ train + penalty * np.eye(train.shape[1]), train.T)
-    else:
-        solved = np.linalg.solve(train @ train.T + penalty * np.eye(len(train)), np.eye(len(train)))
-        held = held @ train.T
-    factors = [solved, held] if len(held) > len(solved) else [held @ solved]
-
-    def fit(labels: Float[np.ndarray, "draw known output"]) -> Float[np.ndarray, "draw held output"]:
-        for factor in factors:
-            labels = np.einsum("hk,dko->dho", factor, labels, optimize=True)
-        return labels
-
-    return fit
 
 
 def _tokens(part: ProbeData) -> Any:

@@ -12,11 +12,11 @@ each class and predicts the largest one; a regression has one output, the predic
 
 All weights that a `Probe` holds are those of x as it is, with the standardization folded in.
 
-Limitation: that a probe reads something does not mean that the model does. Steer, remove or patch the direction
-(`Probe.steer`, `Probe.remove`, `Probe.patch`), and do the same with `Probe.random`.
+Limitation: that a probe reads something does not mean that the model does. Steer along the direction
+or remove it (`Probe.steer`, `Probe.remove`), and do the same with `Probe.random`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.probe_places import ProbeData
-from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
 
@@ -154,18 +153,13 @@ class Probe:
             for vector in self.basis
         ]
 
-    def patch(self, source: Mapping[int, Any], **places: Any) -> PatchHooks:
-        """Take the part of the activation inside `basis` from another run, kept by `Activations` at the same point."""
-        return PatchHooks(source=source, names=[self.point], basis=self.basis, **places)
-
     def _stream(self) -> tuple[int, str]:
         """Layer and point of the residual stream."""
         parts = self.point.split(".")
         if len(parts) != 3 or not parts[2].startswith("hook_resid"):
             raise SettingError(
                 f"steering and removal act on the residual stream, and the probe reads "
-                f"{self.point or 'given vectors'}; use patch(source), which works at every point, or a probe at "
-                f"blocks.L.hook_resid_post."
+                f"{self.point or 'given vectors'}; fit one at blocks.L.hook_resid_post."
             )
         return int(parts[1]), parts[2]
 

@@ -83,7 +83,7 @@ class MaskKeys(AtKeys):
 
         def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             found = places.keys_at(hook, value, self.queries)
-            if found is None or not (self.keep or found.any()):
+            if found is None or not (self.keep or found.keys.any()):
                 return None
             if not self.keep:
                 return value.masked_fill(found.keys, -torch.inf)

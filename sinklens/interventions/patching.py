@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -58,14 +58,6 @@ class PatchHooks(AtPositions):
             those of any of its heads; a point without a head axis, those of any head of its layer.
         source_positions: columns of the source's values to take, one for each of `positions`. By default the same
             columns, or if the source has another length, those with the numbers in `positions`.
-        basis: vectors [rank, d] that span a subspace, which need not be orthonormal: only the part inside it is
-            replaced. With B an orthonormal basis, h the value here and v that of the source: h + (v − h) Bᵀ B
-            (interchange interventions in a subspace: Geiger et al., 2303.02536). Heads are flattened. None replaces all
-            of a value.
-
-    Pitfall: a large effect of a subspace does not mean that the model uses it in its own runs. A direction that nothing
-    varies along can be joined with one that nothing reads, and the two together carry an effect that neither has
-    (Makelov et al., 2311.17030). Compare with a random subspace of the same rank, and with the complete patch.
 
     Raises:
         SettingError: a step or point that `source` does not hold; a step of `source` that the run does not have;
@@ -78,7 +70,6 @@ class PatchHooks(AtPositions):
     source: Mapping[int, Any]
     names: Sequence[str] | Any | None = None
     source_positions: Sequence[int] | None = None
-    basis: "Float[Tensor, 'rank d'] | None" = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,11 +80,6 @@ class PatchHooks(AtPositions):
             raise SettingError(
                 f"source_positions= pairs with positions=, of the same length, and where= takes the values of the same "
                 f"positions; got {len(paired)} and {count}."
-            )
-        basis = self.basis
-        if basis is not None and (basis.ndim != 2 or not 0 < len(basis) == int(torch.linalg.matrix_rank(basis))):
-            raise SettingError(
-                f"basis must be linearly independent vectors [rank, d], at least one; got shape {list(basis.shape)}."
             )
 
     def acting_steps(self, steps: int) -> list[int]:
@@ -156,7 +142,6 @@ class _Patch:
         by_query = any(map(_of_queries, points))
         self.places = Places(what, model, run, points, of="queries" if by_query else None)
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
-        self._span = None if what.basis is None else torch.linalg.qr(what.basis.detach().float().T).Q  # [d, rank]
         outside = [name for name in points if name.startswith("denoise.") and name != CANVAS]
         if outside and self._limited and model.tree.architecture.encoder:
             raise SettingError(
@@ -173,9 +158,7 @@ class _Patch:
             else:
                 value = value.clone()
                 part.of(value).copy_(new)
-        if value is before:
-            return None
-        return value if self._span is None else _inside(self._span, before, value, hook)
+        return None if value is before else value
 
     def _parts(self, value: Tensor, hook: Point) -> Iterator[_Part]:
         """The parts of a value in which something is replaced."""
@@ -300,14 +283,3 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
             )
         found.append(mask.long().argmax(dim=1))
     return torch.stack(found, dim=1)
-
-
-def _inside(span: Float[Tensor, "d rank"], before: Tensor, changed: Tensor, hook: Point) -> Tensor:
-    """`before` with the part of the change that lies in a subspace."""
-    here, along = before.flatten(2).float(), span.to(before.device)
-    if here.shape[-1] != len(span):
-        raise SettingError(
-            f"basis has vectors of size {len(span)}, and the values at {hook.name} have size {here.shape[-1]}."
-        )
-    moved = (changed.flatten(2).float() - here) @ along @ along.T
-    return (here + moved).to(before.dtype).view_as(before)

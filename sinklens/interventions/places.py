@@ -51,16 +51,10 @@ class KeyMask(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they apply to; the others are unchanged.
-        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch #head #query key"]
     rows: Bool[Tensor, "batch #query"]
-    some: bool | None = None
-
-    def any(self) -> bool:
-        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device in every layer."""
-        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Places:
@@ -120,7 +114,6 @@ class Places:
             self._choice = Choice(what, (run.steps, run.real.shape[1]))
             run.choices.append(self._choice)
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
-        self._some: list[bool] | None = None  # by layer, of the current step
 
     # --- hooks ---
 
@@ -150,8 +143,6 @@ class Places:
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            if self._only is not None and not self._run.causal:
-                self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
             found = found._replace(mask=mask)
         self._found[now.step] = found
 
@@ -159,7 +150,6 @@ class Places:
         """Drop the places of earlier steps, unless their queries may be computed again."""
         if not self._run.causal:
             self._found.clear()
-            self._some = None
 
     def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
@@ -257,8 +247,7 @@ class Places:
             mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
         else:
             rows = self._rows_of(step)
-        some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
-        return KeyMask(mask[:, :, None], rows[:, None].to(device), some)
+        return KeyMask(mask[:, :, None], rows[:, None].to(device))
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""

@@ -10,7 +10,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.features import Probe, ProbeData, fit_probe
 from sinklens.features.probes import fitted
-from sinklens.interventions import Activations, PatchHooks
+from sinklens.interventions import Activations
 
 POINT, D = "blocks.1.hook_resid_post", 24
 
@@ -106,18 +106,6 @@ def test_what_is_removed_cannot_be_read_and_the_rest_stays(worded):
     np.testing.assert_allclose(np.ptp(outputs - probe.bias, axis=1), 0, atol=1e-3)
 
 
-def test_a_patched_subspace_is_that_of_the_other_run(worded):
-    model, probe = worded(), probe_of(worded(), classes=3, kind="centroid")
-    kept = Activations(names=[POINT])
-    sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
-    other, basis = kept.caches[0][POINT][0].double(), probe.basis.double()
-    before, after = streams(model, probe.patch(kept.caches))
-    torch.testing.assert_close(after @ basis.T, other @ basis.T, rtol=1e-3, atol=1e-4)
-    apart = torch.eye(D).double() - basis.T @ basis
-    torch.testing.assert_close(after @ apart, before @ apart, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(before, after, atol=1e-2)
-
-
 def test_a_random_probe_keeps_lengths_and_angles_but_not_directions():
     probe = fitted(*sample(3, d=40), "centroid")
     other = probe.random(3)
@@ -135,11 +123,9 @@ REFUSED = [
     (lambda: fitted(THREE[0], np.zeros(300), "centroid"), "at least two classes"),
     (lambda: fitted(*THREE, "centroid").direction(), "3 classes, so toward= must name one of them: 'a', 'b', 'c'"),
     (lambda: fitted(*THREE, "centroid").direction("z"), "no class 'z'"),
-    (lambda: ELSEWHERE.steer(1.0), r"the probe reads blocks\.0\.attn\.hook_z; use patch"),
+    (lambda: ELSEWHERE.steer(1.0), r"the probe reads blocks\.0\.attn\.hook_z; fit one at"),
     (lambda: fitted(*THREE, "logistic", True), "penalty must be a finite number above 0; got True"),
     (lambda: ON_STREAM.steer(float("inf")), "coefficient must be a finite number; got inf"),
-    (lambda: PatchHooks(source={0: {POINT: torch.zeros(1, 3, D)}}, names=[POINT], basis=torch.ones(2, D)),
-     "linearly independent"),
 ]  # fmt: skip
 
 
@@ -147,19 +133,6 @@ REFUSED = [
 def test_what_a_probe_cannot_do_is_refused(unchecked, call, match):
     with pytest.raises(SettingError, match=match):
         call()
-
-
-def test_a_subspace_of_heads_is_patched_as_their_flattened_values(worded):
-    model, z = worded(), "blocks.1.attn.hook_z"
-    kept, base, after = (Activations(names=[z]) for _ in range(3))
-    sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
-    plain = sinklens.generate(model, "w1 w2 w3", hooks=base, gen_length=4, progress=False)
-    basis = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
-    hooks = [PatchHooks(source=kept.caches, names=[z], basis=basis), after]
-    sinklens.generate(model, "w1 w2 w3", hooks=hooks, replay=plain, gen_length=4, progress=False)
-    here, there, new = (one.caches[0][z][0].flatten(1) for one in (base, kept, after))
-    torch.testing.assert_close(new @ basis.T, there @ basis.T, rtol=1e-3, atol=1e-4)
-    assert int(torch.linalg.matrix_rank(new - here, rtol=1e-3)) == 2
 
 
 def test_a_probe_is_shown_in_one_line():
