@@ -9,10 +9,9 @@ refuses one that does not exist.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Le
 
 from sinklens.errors import SettingError
@@ -20,76 +19,14 @@ from sinklens.live.refusal import Refused, require
 from sinklens.runs import Intervention
 from sinklens.utils.arguments import Words, read_as
 
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.denoising import Denoising
-
-    Begin = Callable[[str | None], Denoising]
-
-FieldType = Literal["layer", "head", "pos", "step", "token", "int", "choice", "steps", "heads", "text"]
+FieldType = Literal["layer", "head", "pos", "step", "token", "int", "choice", "steps", "heads"]
 MOST_CHIPS = 64
-MOST_TEXT = 20_000  # characters of a text in a chip
 LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index or a token
 INDEX = Annotated[int, Ge(0), Le(LARGEST), Words(f"an integer from 0 to {LARGEST:,}")]
 WORDS = {
     "steps": "[first, last] with first ≤ last, or null for all",
     "heads": "a list of heads, such as [0, 3]",
-    "text": f"text of 1 to {MOST_TEXT:,} characters",
 }
-
-
-@dataclass(frozen=True)
-class Source:
-    """The values of a point in a run of another prompt, by step: computed before the run, in the model thread.
-
-    Attributes:
-        prompt, point: the other prompt, and the point.
-        position: the position whose value is used; None for all.
-    """
-
-    prompt: str
-    point: str
-    position: int | None = None
-
-    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
-        """The caches; `given` are the other arguments of `sinklens.generate`: seed, chat template, and settings."""
-        from sinklens.interventions import Activations
-        from sinklens.runs import generate
-
-        kept = Activations(names=[self.point])
-        generate(model, self.prompt, hooks=[kept], record_sinks=False, progress=False, **given)
-        return kept.caches
-
-    def stand_in(self, model: "Model", begin: "Begin") -> Any:
-        """Zeros in the form of the caches, made without running the model.
-
-        Args:
-            begin: prepares the run of a prompt with the settings of this run; None is the prompt of this run.
-
-        Raises:
-            SinklensError: the run of the other prompt could not begin.
-        """
-        here, there = begin(None), begin(self.prompt)
-        lengths = [len(one.state.canvas[0]) - one.settings.gen_length for one in (here, there)]
-        require(
-            self.position is not None or lengths[0] == lengths[1],
-            f"the other prompt has {lengths[1]} tokens and this one {lengths[0]}; give a prompt of as many tokens, or "
-            f"the position to patch.",
-            422,
-        )
-        columns = len(there.state.canvas[0])
-        require(
-            self.position is None or self.position < columns,
-            f"position {self.position} does not exist in the run of the other prompt, which has {columns}.",
-            422,
-        )
-        name = model.tree.resolve(self.point)
-        return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.most_steps)}
-
-    def lines(self, model: str, name: str, given: str) -> list[str]:
-        """Python after which ``caches`` of `name` are the value."""
-        run = f"sinklens.generate({model}, {self.prompt!a}, hooks=[{name}]{given})"
-        return [f"{name} = Activations(names=[{self.point!a}])", run]
 
 
 @dataclass(frozen=True)
@@ -99,25 +36,20 @@ class Expression:
     Attributes:
         name: a class of `sinklens.interventions`.
         arguments: its keyword arguments; numbers, strings, lists and dicts of them.
-        computed: what its further argument ``source`` is computed from, before the run.
     """
 
     name: str
     arguments: Mapping[str, Any]
-    computed: Source | None = None
 
-    def build(self, computed: Any = None) -> Intervention:
-        """The intervention; `computed` is the value of its `Source`."""
+    def build(self) -> Intervention:
+        """The intervention."""
         from sinklens import interventions
 
-        given = {} if self.computed is None else {"source": computed}
-        return getattr(interventions, self.name)(**self.arguments, **given)
+        return getattr(interventions, self.name)(**self.arguments)
 
-    def source(self, computed: str = "...") -> str:
-        """The same as Python source; `computed` is the expression of the value of its `Source`."""
-        given = {} if self.computed is None else {"source": computed}
-        written = given | {name: ascii(value) for name, value in self.arguments.items()}
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in written.items())})"
+    def source(self) -> str:
+        """The same as Python source."""
+        return f"{self.name}({', '.join(f'{name}={value!a}' for name, value in self.arguments.items())})"
 
 
 @dataclass(frozen=True)
@@ -161,8 +93,6 @@ class Field:
 
     def _fits(self, value: Any) -> bool:
         """Whether `value` is of a type in `WORDS`."""
-        if self.type == "text":
-            return isinstance(value, str) and 0 < len(value) <= MOST_TEXT
         numbers = isinstance(value, list) and 0 < len(value) <= MOST_CHIPS and all(map(is_index, value))
         return numbers and (self.type == "heads" or (len(value) == 2 and value[0] <= value[1]))
 
@@ -195,7 +125,6 @@ SOME_LAYER = Field("layer", "layer", "the layer; all by default", optional=True)
 SOME_HEAD = Field("head", "head", "the head; all by default", optional=True)
 SOME_HEADS = Field("heads", "heads", "the heads, such as 0, 3; all by default", optional=True)
 BY = Field("by", "choice", "the replacement", default="zero", choices=("zero", "mean"))
-POINTS = ("hook_resid_post", "hook_attn_out", "hook_mlp_out")
 POSITION = Field("pos", "pos", "the position, counted from 0 at the start of the prompt")
 STEP = Field("step", "step", "the step at whose start it acts")
 TOP_K = Field("top_k", "int", "the number of strongest keys per head", default=1)
@@ -217,13 +146,6 @@ def _places(chip: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _patch(chip: Mapping[str, Any]) -> Expression:
-    """The layer is part of the point."""
-    source = Source(chip["prompt"], f"blocks.{chip['layer']}.{chip['point']}", chip["pos"])
-    positions = {} if chip["pos"] is None else {"positions": [chip["pos"]]}
-    return Expression("PatchHooks", _places({"steps": chip["steps"]}) | positions, source)
-
-
 CHIPS: dict[str, ChipKind] = {
     "ablate_head": ChipKind(
         "Ablate a head",
@@ -242,19 +164,6 @@ CHIPS: dict[str, ChipKind] = {
         "Replace what the layer's MLP adds to the residual stream with zero.",
         (LAYER, STEPS),
         lambda chip: Expression("AblateMLPs", _places(chip)),
-    ),
-    "patch": ChipKind(
-        "Patch from another prompt",
-        "Replace values of this run with those of a run of another prompt, at the same step and place. The prompts "
-        "need the same number of tokens.",
-        (
-            Field("prompt", "text", "the other prompt"),
-            LAYER,
-            Field("point", "choice", "what is patched", default="hook_resid_post", choices=POINTS),
-            replace(POSITION, optional=True, help="the position; all by default"),
-            STEPS,
-        ),
-        _patch,
     ),
     "mask_head_sinks": ChipKind(
         "Mask a head's sinks",

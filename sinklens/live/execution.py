@@ -23,7 +23,7 @@ from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
 from sinklens.live.thread import RunCancelled, Stop
-from sinklens.runs import Generation, Intervention
+from sinklens.runs import Generation
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest
 from sinklens.sinks import Record
@@ -158,57 +158,37 @@ def denoising(
         changes: interventions instead of those of `spec`.
         copies: rows of the run; each has the prompt of `spec`.
     """
-    hooks = [*(built(spec, model) if changes is None else changes), *extra]
+    own = [change.build() for change in spec.changes] if changes is None else changes
     request = RunRequest(
-        spec.prompt, spec.seed, spec.chat_template, hooks, record, replay, spec.cache, progress=False,
+        spec.prompt, spec.seed, spec.chat_template, [*own, *extra], record, replay, spec.cache, progress=False,
         settings=spec.of_sampler, copies=copies,
     )  # fmt: skip
     return Denoising(model, request)
-
-
-def built(spec: RunSpec, model: "Model") -> list[Intervention]:
-    """The interventions of a run; some are computed by runs of other prompts with its settings."""
-    return [change.build(change.computed and change.computed.value(model, spec.given)) for change in spec.changes]
 
 
 def check_start(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
     """Check that the run can begin: its prompt, its settings, what it replays, and each of its chips.
 
     The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
-    progress. What a chip takes from runs of other prompts is replaced by zeros; these runs are prepared, too.
+    progress.
 
     Raises:
         Refused: it cannot; names the chip if one is at fault.
     """
     try:
-        _begun(spec, model, replay)
+        denoising(spec, model, replay=replay)
     except (SinklensError, Refused) as error:
         raise _blamed(spec, model, error) from error
-
-
-def _begun(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
-    """Prepare the run, without running the model."""
-
-    def begin(prompt: str | None) -> Denoising:
-        given = spec if prompt is None else replace(spec, prompt=prompt)
-        return denoising(given, model, changes=())
-
-    denoising(
-        spec,
-        model,
-        replay=replay,
-        changes=[change.build(change.computed and change.computed.stand_in(model, begin)) for change in spec.changes],
-    )
 
 
 def _blamed(spec: RunSpec, model: "Model", error: Exception) -> Refused:
     """The refusal of a run that cannot begin, which names the first chip with which alone it cannot either."""
     plain = replace(spec, chips=())
     with suppress(SinklensError):
-        _begun(plain, model)
+        denoising(plain, model)
         for chip in spec.chips:
             try:
-                _begun(replace(plain, chips=(chip,)), model)
+                denoising(replace(plain, chips=(chip,)), model)
             except (SinklensError, Refused) as reason:
                 return Refused(str(reason), 422, chip["id"])
     return Refused(str(error), 422)

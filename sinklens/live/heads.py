@@ -20,12 +20,12 @@ from sinklens.experiments.stacking import Stacked
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
 from sinklens.live.comparing import fitting, why_not
-from sinklens.live.execution import built, denoising, repeat
+from sinklens.live.execution import denoising, repeat
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
 from sinklens.live.thread import RunCancelled, Stop, reason
-from sinklens.runs import Generation, Intervention
+from sinklens.runs import Generation
 
 if TYPE_CHECKING:
     from sinklens.live.history import LabRun
@@ -116,16 +116,9 @@ class HeadTrial:
 
     def _ablations(self, heads: Sequence[LayerHead]) -> Stacked:
         """The run's own interventions and the ablation of one head, for each row."""
-        return Stacked(
-            [
-                [*self._own, AblateHeads(layers=[layer], heads=[head], by=self._by)]  # type: ignore[arg-type]
-                for layer, head in heads
-            ]
-        )
-
-    @cached_property
-    def _own(self) -> list[Intervention]:
-        return built(self._spec, self._model)
+        own = [change.build() for change in self._spec.changes]
+        ablations = [AblateHeads(layers=[layer], heads=[head], by=self._by) for layer, head in heads]  # type: ignore[arg-type]
+        return Stacked([[*own, one] for one in ablations])
 
     @cached_property
     def _base(self) -> tuple[Generation, MaskedLogits]:

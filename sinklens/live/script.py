@@ -40,9 +40,7 @@ def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
 
 def _imports(specs: Sequence[RunSpec]) -> list[str]:
     """The imports that the changes of runs need."""
-    changes = [change for spec in specs for change in spec.changes]
-    needed = {change.name for change in changes}
-    needed |= {"Activations" for change in changes if change.computed is not None}
+    needed = {change.name for spec in specs for change in spec.changes}
     return [f"from sinklens.interventions import {', '.join(sorted(needed))}"] if needed else []
 
 
@@ -72,7 +70,7 @@ class _Writer:
         replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
         model = self._model(spec.model)
         arguments = [model, _literal(spec.prompt), *_given(spec)]
-        arguments += [_listed(self._changes(spec, model, name))] if spec.changes else []
+        arguments += [_listed([change.source() for change in spec.changes])] if spec.changes else []
         arguments += [] if replayed is None else [f"replay={replayed}"]
         if spec.task is not None:
             self.lines.append(f"# problem {_literal(spec.task[1])} of {_literal(spec.task[0])[1:-1]}")
@@ -80,17 +78,6 @@ class _Writer:
         self.specs.append(spec)
         self._names.append(name)
         return name
-
-    def _changes(self, spec: RunSpec, model: str, run: str) -> list[str]:
-        """The interventions of a run, after the runs of other prompts that they need."""
-        settings = "".join(f", {one}" for one in _given(spec))
-        found = []
-        for number, change in enumerate(spec.changes):
-            name = f"of_{run}_{number}"
-            if change.computed is not None:
-                self.lines += change.computed.lines(model, name, settings)
-            found.append(change.source(f"{name}.caches"))
-        return found
 
     def _model(self, model: str) -> str:
         if model not in self._models:

@@ -230,7 +230,6 @@ def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada,
     np.testing.assert_allclose(found["sinks_moved"], (tops[0] != tops[1]).mean(axis=(1, 2)), atol=1e-4)
 
 
-PATCH = {"kind": "patch", "prompt": PROMPT, "layer": 1}
 NOWHERE = {  # name: (chip, model, text)
     "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
     "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
@@ -253,15 +252,6 @@ NOWHERE = {  # name: (chip, model, text)
         "Remask takes positions of the answer, 24 to 31 or -8 to -1",
     ),
     "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "a llama model has no mask token"),
-    "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
-    "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
-    "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
-    "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
-    "no room": (
-        PATCH | {"prompt": PROMPT * 60},
-        "tiny-llada",
-        "tiny-llada has 128 positions, and a pass would need 1389",
-    ),
     "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
 }
 

@@ -40,18 +40,6 @@ def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, c
     assert f"{last['text']}\n{free['text']}\n" in capsys.readouterr().out
 
 
-@pytest.mark.extended
-def test_the_script_of_a_patched_run_repeats_it(client, tmp_path):
-    common, other = {"prompt": PROMPT, "settings": {"gen_length": 8}, "seed": 3}, PROMPT.replace(" 5", " 8")
-    chips = [
-        {"kind": "patch", "prompt": other, "layer": 2, "pos": 6, "steps": [1, 4]},
-        {"kind": "ablate_mlp", "layer": 3},
-    ]
-    plain, run = client.run(**common), client.run(**common, chips=chips)
-    source = client.http.get(f"/api/runs/{run['summary']['id']}/python").text
-    assert executed(source, ["run"], tmp_path)["run"] == run["canvas"] != plain["canvas"]
-
-
 def test_texts_are_literals_whatever_they_contain():
     hostile = "'); import os; os.system('x')\n\"\"\" \\ \u2028 \ud800 {} %s"
     spec = RunSpec("m", hostile, settings={"remasking": "'+exit()+'"})

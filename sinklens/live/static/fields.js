@@ -7,7 +7,7 @@ const NUMBERS = ["int", "float", "layer", "head", "pos", "step"];
 function fieldKind({ type, choices }) {
   if (choices && choices.length) return "choice";
   if (NUMBERS.includes(type)) return "number";
-  return { steps: "steps", bool: "yes", heads: "heads", text: "lines" }[type] || "text";
+  return { steps: "steps", bool: "yes", heads: "heads" }[type] || "text";
 }
 
 // A labeled input; `read()` returns its value, null if it is empty.
@@ -55,11 +55,6 @@ const makers = {
   text({ default: usual }, value) {
     const input = make("input");
     Object.assign(input, { type: "text", value: value ?? usual ?? "", autocomplete: "off", spellcheck: false });
-    return [[input], () => (input.value === "" ? null : input.value)];
-  },
-  lines(_, value) {
-    const input = make("textarea");
-    Object.assign(input, { value: value ?? "", rows: 4 });
     return [[input], () => (input.value === "" ? null : input.value)];
   },
   heads(_, value) {

@@ -4,9 +4,6 @@ const stepNow = () => info.steps[view.step];
 const headNow = () => view.layer !== ALL && view.head !== ALL;
 const headSaid = (layer, head) => `layer ${layer}, head ${head}`;
 
-// To be changed into another prompt.
-const promptOfA = () => lab.requests.get(lab.A)?.prompt || byId("prompt").value;
-
 function headItems(layer, head) {
   const own = { layer, head }, when = whenSaid();
   return [
@@ -24,7 +21,6 @@ function layerItems(layer) {
   return [
     [`Ablate all heads of layer ${layer}, ${when}`, () => addChip("ablate_heads", { layer, heads: null })],
     [`Ablate the MLP of layer ${layer}, ${when}`, () => addChip("ablate_mlp", { layer })],
-    [`Patch layer ${layer} from another prompt, ${when}…`, () => editChip(newChip("patch", { layer, pos: null, prompt: promptOfA() }))],
   ];
 }
 
@@ -45,7 +41,6 @@ function positionItems(pos) {
     [`Force a token here, ${whenSaid()}…`, () => editChip(newChip("force_token", { pos }))],
     ...keys.map(([layer, head, who]) => [`Hide position ${pos} from ${who}, ${whenSaid()}`, () => addChip("hide_key", { pos, layer, head })]),
     ...(pos < info.prompt_positions ? [] : [[`Remask position ${pos} at step ${stepNow()}`, () => addChip("remask", { pos, step: stepNow() })]]),
-    [`Patch position ${pos} from another prompt, ${whenSaid()}…`, () => editChip(newChip("patch", { pos, layer: view.layer === ALL ? 0 : view.layer, prompt: promptOfA() }))],
   ];
 }
 
