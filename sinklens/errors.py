@@ -87,6 +87,12 @@ class DeviceMemoryError(SinklensError, MemoryError):
     """A run needed more memory than its device, or the machine, had left."""
 
 
+def require(condition: object, text: str, error: type[Exception] = SettingError) -> None:
+    """Raise an `error` with this text unless the condition holds; the text is made in any case."""
+    if not condition:
+        raise error(text)
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """' Nearest: a, b, c.' for an unknown name, or '' when nothing is close.
 

@@ -37,12 +37,12 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 from sinklens.families.modulated import DIT, DIT_NEEDED, DIT_REQUIRED
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
-from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
 

@@ -26,11 +26,10 @@ from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.families.base import Family
 from sinklens.sampling import decisions
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative, Positive
 

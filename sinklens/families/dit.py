@@ -27,7 +27,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.families.modulated import DIT_IGNORED
 from sinklens.hooks.modulation import Time, modulated
 
@@ -83,12 +83,16 @@ class DitConfig(PreTrainedConfig):
         Raises:
             ValueError: it does not.
         """
-        if not 0 <= (self.p_uniform or 0) < 1 or not 0 <= (self.t_eps or 0) < 0.5:
-            raise ValueError(f"p_uniform = {self.p_uniform} and t_eps = {self.t_eps} must be shares, t_eps below 0.5")
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"the width {self.hidden_size} does not divide into {self.num_attention_heads} heads of an even width"
-            )
+        require(
+            0 <= (self.p_uniform or 0) < 1 and 0 <= (self.t_eps or 0) < 0.5,
+            f"p_uniform = {self.p_uniform} and t_eps = {self.t_eps} must be shares, t_eps below 0.5",
+            ValueError,
+        )
+        require(
+            not self.hidden_size % (2 * self.num_attention_heads),
+            f"the width {self.hidden_size} does not divide into {self.num_attention_heads} heads of an even width",
+            ValueError,
+        )
 
 
 class TimeEmbedding(nn.Module):
@@ -247,11 +251,11 @@ class DitModel(DitPreTrainedModel):
         """
         if not self.config.time_conditioning:
             return torch.zeros(rows, device=device)
-        if time is None:
-            raise SettingError(
-                "this network reads the noise level of its canvas; pass time=, a number or one number for each row. "
-                "run.time[:, step] holds the noise levels of a step of a run."
-            )
+        require(
+            time is not None,
+            "this network reads the noise level of its canvas; pass time=, a number or one number for each row. "
+            "run.time[:, step] holds the noise levels of a step of a run.",
+        )
         times = torch.as_tensor(time, dtype=torch.float32, device=device).reshape(-1)
         if len(times) not in (1, rows):
             allowed = "one" if rows == 1 else f"one, or {rows}"

@@ -26,10 +26,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, EqualBlocks, StopAtEnd, check_threshold, divisors
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative
 

@@ -27,12 +27,13 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sampling.parts import Nucleus, divisors
-from sinklens.sampling.sampler import FILLED_IN, require
+from sinklens.sampling.sampler import FILLED_IN
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 

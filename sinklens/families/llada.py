@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import VERIFIED, VERIFIED_WITH_ROUTING, Family, Required, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import EqualBlocks, Guided, StopAtEnd
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative, Share
 

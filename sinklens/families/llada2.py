@@ -35,11 +35,11 @@ from annotated_types import Ge
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import Family, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
 from sinklens.sampling.parts import Truncated
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 

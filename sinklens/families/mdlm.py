@@ -39,12 +39,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.families.modulated import DIT, DIT_NEEDED
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import FallingTime, LastPrediction, StepTime
 from sinklens.sampling.psi import PsiSampler
-from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
 

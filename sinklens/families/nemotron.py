@@ -47,11 +47,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, PromptError, ReadOnlyHookError
+from sinklens.errors import HookFunctionError, PromptError, ReadOnlyHookError, require
 from sinklens.families.base import Family, kept
 from sinklens.sampling import decisions
 from sinklens.sampling.mode_steps import BlocksAfterPrompt, ModeSteps
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, Proposals
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
 

@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import Any, NamedTuple
 
-from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.errors import CheckpointError, SettingError, nearest, require
 from sinklens.families.base import Family
 from sinklens.families.translation import value_at
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
@@ -86,11 +86,12 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
         _register_sampler(new)
         return
     placed = architecture_of(new.architecture) if architecture is None else architecture
-    if ARCHITECTURES.get(new.architecture, placed) != placed:
-        raise CheckpointError(
-            f"architecture {new.architecture!r} is already registered with other module names; leave architecture= "
-            f"out to use those, or start a new process to register others."
-        )
+    require(
+        ARCHITECTURES.get(new.architecture, placed) == placed,
+        f"architecture {new.architecture!r} is already registered with other module names; leave architecture= "
+        f"out to use those, or start a new process to register others.",
+        CheckpointError,
+    )
     if FAMILIES.get(new.name) != new:
         _validate(new)
     FAMILIES[new.name], ARCHITECTURES[new.architecture] = new, placed
@@ -98,26 +99,32 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
 
 def _register_sampler(new: type[Sampler]) -> None:
     valid = isinstance(new, type) and issubclass(new, Sampler) and not isabstract(new)
-    if not valid or "name" not in vars(new):
-        raise SettingError(
-            f"{getattr(new, '__name__', new)} must be a dataclass derived from Sampler with a name and denoise."
-        )
-    if SAMPLERS.setdefault(new.name, new) is not new:
-        raise SettingError(f"a sampler called {new.name!r} already exists; choose another name.")
+    require(
+        valid and "name" in vars(new),
+        f"{getattr(new, '__name__', new)} must be a dataclass derived from Sampler with a name and denoise.",
+    )
+    require(
+        SAMPLERS.setdefault(new.name, new) is new,
+        f"a sampler called {new.name!r} already exists; choose another name.",
+    )
 
 
 def _validate(family: Family) -> None:
-    if isinstance(family.model_types, str) or not family.model_types:
-        raise CheckpointError(f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.")
+    require(
+        not isinstance(family.model_types, str) and family.model_types,
+        f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.",
+        CheckpointError,
+    )
     try:
         find_sampler(family.sampler)
     except SettingError as error:
         raise CheckpointError(f"{error} Add one with sinklens.families.register.") from error
-    if family.name in FAMILIES:
-        raise CheckpointError(
-            f"a family called {family.name!r} already exists with another record; choose another name, or start a new "
-            f"process to change the record."
-        )
+    require(
+        family.name not in FAMILIES,
+        f"a family called {family.name!r} already exists with another record; choose another name, or start a new "
+        f"process to change the record.",
+        CheckpointError,
+    )
     for key, names in (("model_type", family.model_types), ("architectures", family.classes)):
         for name in names:
             if taken := next(_named_by(key, name), None):
@@ -170,8 +177,11 @@ def family_named(name: str) -> Family:
     if plain not in FAMILIES and name not in FAMILIES:
         register_installed()
     known = {family.replace("_", "-"): record for family, record in FAMILIES.items()}
-    if plain not in known:
-        raise CheckpointError(f"no family is called {name!r}; known: {', '.join(FAMILIES)}.{nearest(name, FAMILIES)}")
+    require(
+        plain in known,
+        f"no family is called {name!r}; known: {', '.join(FAMILIES)}.{nearest(name, FAMILIES)}",
+        CheckpointError,
+    )
     return FAMILIES.get(name, known[plain])
 
 
@@ -204,19 +214,21 @@ def identify(
     """
     family = family_of(config, where, name, block_length)
     if not family.block_causal:
-        if block_length is not None:
-            raise CheckpointError(
-                f"{where}: the {family.name} family has {family.attention} attention, which has no blocks; leave "
-                f"block_length= out. Runs take one as a setting of their sampler."
-            )
+        require(
+            block_length is None,
+            f"{where}: the {family.name} family has {family.attention} attention, which has no blocks; leave "
+            f"block_length= out. Runs take one as a setting of their sampler.",
+            CheckpointError,
+        )
         return Identity(family, None)
     lengths = (block_length, config.get(family.block_length_key), family.block_length)
     found = next((length for length in lengths if length is not None), None)
-    if found is None:
-        raise CheckpointError(
-            f"{where}: config.json does not give the block length of this {family.name} checkpoint; "
-            f"pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it."
-        )
+    require(
+        found is not None,
+        f"{where}: config.json does not give the block length of this {family.name} checkpoint; "
+        f"pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it.",
+        CheckpointError,
+    )
     try:
         return Identity(family, Blocks(check_length(found), family.blocks_start))
     except SettingError as error:
@@ -297,8 +309,11 @@ def class_names(config: dict[str, Any]) -> list[str]:
         CheckpointError: it is not a name or a list.
     """
     entries = config.get("architectures")
-    if not isinstance(entries, str | list | None):
-        raise CheckpointError(f"config.json has architectures = {entries!r}; it is a list of names of classes.")
+    require(
+        isinstance(entries, str | list | None),
+        f"config.json has architectures = {entries!r}; it is a list of names of classes.",
+        CheckpointError,
+    )
     return [str(name) for name in ([entries] if isinstance(entries, str) else entries or ())]
 
 

@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.families.base import ROTATION, VERIFIED_WITH_ROUTING, Family, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps, Truncated
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
 

@@ -12,7 +12,7 @@ another.
 from collections.abc import Mapping
 from typing import Any
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.families.registry import SAMPLERS, find_sampler
 from sinklens.sampling.sampler import Sampler
 
@@ -92,8 +92,10 @@ def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
     mode, sampler = given.get("mode"), given.get("sampler")
     if mode is None:
         return sampler or family.sampler
-    if sampler is not None:
-        raise SettingError(f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.")
+    require(
+        sampler is None,
+        f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.",
+    )
     if mode not in family.modes:
         known = ", ".join(map(repr, family.modes))
         advice = (
@@ -155,10 +157,10 @@ def settings_for(model: Any, given: Mapping[str, Any]) -> Sampler:
         chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
     if family.block_causal and "block_length" in sampler.setting_names():
         given_length, length = chosen.get("block_length"), model.checkpoint.blocks.length
-        if given_length not in (None, length):
-            raise SettingError(
-                f"block_length is {given_length!r}, but this {family.name} model was loaded with blocks of {length}, "
-                f"which its attention uses too. Load it again with sinklens.load(..., block_length=...)."
-            )
+        require(
+            given_length in (None, length),
+            f"block_length is {given_length!r}, but this {family.name} model was loaded with blocks of {length}, "
+            f"which its attention uses too. Load it again with sinklens.load(..., block_length=...).",
+        )
         chosen["block_length"] = length
     return make_settings(name, chosen, defaults)

@@ -9,7 +9,7 @@ import math
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import CheckpointError, nearest
+from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families.base import Family
 from sinklens.hooks.attention import normalizers as weighing
 
@@ -138,11 +138,12 @@ def _check_experts(made: "PreTrainedConfig", where: str) -> None:
     allowed = getattr(made, "topk_group", None) or 1
     if chosen is None or experts is None:
         return
-    if experts % groups or allowed > groups or chosen > allowed * (experts // groups):
-        raise CheckpointError(
-            f"{where}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
-            f"{allowed} of n_group = {groups} groups, which is impossible."
-        )
+    require(
+        not experts % groups and allowed <= groups and chosen <= allowed * (experts // groups),
+        f"{where}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
+        f"{allowed} of n_group = {groups} groups, which is impossible.",
+        CheckpointError,
+    )
 
 
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:
@@ -161,28 +162,36 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
     if unknown := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
         raise CheckpointError(f"{where}: config.json has {unknown[0]!r}; sinklens reads only {weighing.CONFIG_KEY}.")
     chosen = config.get(weighing.CONFIG_KEY, "softmax")
-    if not isinstance(chosen, str) or chosen not in weighing.NORMALIZERS:
-        raise CheckpointError(
-            f"{where}: config.json has {weighing.CONFIG_KEY} = {chosen!r}; known attention normalizers are "
-            f"{', '.join(weighing.NORMALIZERS)}.{nearest(str(chosen), weighing.NORMALIZERS)}"
-        )
+    require(
+        isinstance(chosen, str) and chosen in weighing.NORMALIZERS,
+        f"{where}: config.json has {weighing.CONFIG_KEY} = {chosen!r}; known attention normalizers are "
+        f"{', '.join(weighing.NORMALIZERS)}.{nearest(str(chosen), weighing.NORMALIZERS)}",
+        CheckpointError,
+    )
 
 
 def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """The arguments of the transformers config."""
     missing = [keys for keys in family.needed if all(value_at(config, key) is None for key in keys.split(" or "))]
-    if missing:
-        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
+    require(
+        not missing,
+        f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.",
+        CheckpointError,
+    )
     for key, usual in POSITIVE.items():
         number = config.get(key, usual)
-        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
-            raise CheckpointError(
-                f"{where}: config.json has {key} = {number!r}; it must be a number above 0, such as {usual}."
-            )
+        require(
+            isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf,
+            f"{where}: config.json has {key} = {number!r}; it must be a number above 0, such as {usual}.",
+            CheckpointError,
+        )
     for key in COUNTS:
         count = value_at(config, key)
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise CheckpointError(f"{where}: config.json has {key} = {count!r}; it must be a whole number above 0.")
+        require(
+            count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 1),
+            f"{where}: config.json has {key} = {count!r}; it must be a whole number above 0.",
+            CheckpointError,
+        )
     if family.convert is not None:
         return family.convert(config)
     dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "return_dict")

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SinklensError
+from sinklens.errors import CheckpointError, SinklensError, require
 from sinklens.families import Family
 from sinklens.hooks.adapter import ADAPTED, Adapter, LowRank
 from sinklens.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Weights, rename
-from sinklens.model.packing import Place, places_of
+from sinklens.model.packing import Place, joined_shape, stored_places
 from sinklens.utils.arguments import Count, Positive, read_as
 from sinklens.utils.documents import read_json
 
@@ -88,8 +88,11 @@ def read_adapter(folder: Path, family: Family, weights: Weights, empty: "PreTrai
             raise CheckpointError(f"{place} adapts {path}; supported are the projections {', '.join(ADAPTED)}.")
         factors[path] = change.value
     scales = {change.scale for change in found.values()}
-    if len(scales) > 1:
-        raise CheckpointError(f"{place / ADAPTER_CONFIG} has alpha_pattern or rank_pattern; supported: one scale.")
+    require(
+        len(scales) == 1,
+        f"{place / ADAPTER_CONFIG} has alpha_pattern or rank_pattern; supported: one scale.",
+        CheckpointError,
+    )
     return Adapter(family.adapter, scales.pop(), factors)
 
 
@@ -113,16 +116,16 @@ def read_lora(place: Path, family: Family, weights: Weights, empty: "PreTrainedM
     except (OSError, SafetensorError) as error:
         raise _incomplete(place, error) from error
     shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+    known = stored_places(shapes, family.fused)
     factors, saved, found = dict[tuple[str, str], dict[str, Tensor]](), set[str](), dict[str, Change]()
 
     def located(name: str) -> tuple[list[Place], tuple[int, ...]]:
-        places = places_of(name, shapes, family.fused)
-        if not places:
-            raise CheckpointError(
-                f"{place} adapts {name}, which this {family.name} model does not have; it is an adapter of another "
-                f"model."
-            )
-        return places, (sum(one.shape[0] for one in places), *places[0].shape[1:])
+        require(
+            name in known,
+            f"{place} adapts {name}, which this {family.name} model does not have; it is an adapter of another model.",
+            CheckpointError,
+        )
+        return known[name], joined_shape(known[name])
 
     for name, value in stored.items():
         inner = name.removeprefix(_PREFIX)
@@ -131,8 +134,11 @@ def read_lora(place: Path, family: Family, weights: Weights, empty: "PreTrainedM
         elif (match := _SAVED.fullmatch(inner)) and name != inner:
             new = rename(f"{match['path']}.{match['kind']}", family.renames)
             places, size = located(new)
-            if value.shape != size:
-                raise CheckpointError(f"{place}: {new} is {list(value.shape)}, but in the model {list(size)}.")
+            require(
+                value.shape == size,
+                f"{place}: {new} is {list(value.shape)}, but in the model {list(size)}.",
+                CheckpointError,
+            )
             found[new] = Change(places, value)
             saved.add(match["path"])
         else:
@@ -186,11 +192,12 @@ def _product(
         for key, default in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"]))
     )
     found = {letter: tuple(value.shape) for letter, value in parts.items()}
-    if len(wanted) != 2 or found != {"A": (rank, wanted[1]), "B": (wanted[0], rank)}:
-        raise CheckpointError(
-            f"{place}: the factors of {path} have the shapes {found}; rank {rank} and the model need A "
-            f"{(rank, wanted[-1])} and B {(wanted[0], rank)}."
-        )
+    require(
+        len(wanted) == 2 and found == {"A": (rank, wanted[-1]), "B": (wanted[0], rank)},
+        f"{place}: the factors of {path} have the shapes {found}; rank {rank} and the model need A "
+        f"{(rank, wanted[-1])} and B {(wanted[0], rank)}.",
+        CheckpointError,
+    )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Change(places, LowRank(parts["A"], parts["B"]), scale, turned)
 
@@ -218,8 +225,7 @@ def _check_complete(
     config: Mapping[str, Any], adapted: set[str], saved: set[str], weights: Weights, family: Family, place: Path
 ) -> None:
     """Check that the tensors are those of the modules that the config names."""
-    if not adapted:
-        raise CheckpointError(f"{place / ADAPTER_WEIGHTS} has no factors of LoRA weights.")
+    require(adapted, f"{place / ADAPTER_WEIGHTS} has no factors of LoRA weights.", CheckpointError)
     if stray := sorted(path for path in adapted if not _targeted(config, path)):
         raise CheckpointError(
             f"{place} adapts {stray[0]}, but target_modules in {ADAPTER_CONFIG} does not name it; the files do not "
@@ -255,16 +261,18 @@ def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[st
             pieces = value.split([one.shape[0] for one in places])
         for one, piece in zip(places, pieces, strict=True):
             weight = hf.get_parameter_or_buffer(one.name)
-            if one.name in tied or one.name in tied.values():
-                raise CheckpointError(
-                    f"{place} adapts {one.name}, which config.json ties to another weight. Merge the adapter with "
-                    f"peft, and save the model with both weights (tie_word_embeddings: false)."
-                )
-            if weight.is_meta:
-                raise CheckpointError(
-                    f"{place} adapts {one.name}, which device_map= leaves on another device's storage; load the "
-                    f"checkpoint with device=."
-                )
+            require(
+                one.name not in tied and one.name not in tied.values(),
+                f"{place} adapts {one.name}, which config.json ties to another weight. Merge the adapter with peft, "
+                f"and save the model with both weights (tie_word_embeddings: false).",
+                CheckpointError,
+            )
+            require(
+                not weight.is_meta,
+                f"{place} adapts {one.name}, which device_map= leaves on another device's storage; load the "
+                f"checkpoint with device=.",
+                CheckpointError,
+            )
             part = weight[one.index]
             wide = torch.promote_types(part.dtype, torch.float32)
             piece = piece.to(part.device, wide)

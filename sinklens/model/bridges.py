@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, require
 from sinklens.model import files
 from sinklens.model.loading import Checkpoint, build_empty, from_pretrained_model
 
@@ -29,11 +29,12 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
             over a class of transformers.
     """
     original = bridge.original_model
-    if not type(original).__module__.startswith("transformers."):
-        raise CheckpointError(
-            f"this TransformerBridge is over {type(original).__name__}, which is not a class of transformers; pass the "
-            f"name or folder of its checkpoint, or a transformers model."
-        )
+    require(
+        type(original).__module__.startswith("transformers."),
+        f"this TransformerBridge is over {type(original).__name__}, which is not a class of transformers; pass the "
+        f"name or folder of its checkpoint, or a transformers model.",
+        CheckpointError,
+    )
     weights = {name.replace("._original_component", ""): value for name, value in original.named_parameters()}
     hf = _filled(original.config, weights)
     return from_pretrained_model(hf, tokenizer if tokenizer is not None else bridge.tokenizer)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sinklens.errors import CheckpointError, nearest
+from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families import FAMILIES, Family
 from sinklens.utils.documents import read_json
 from sinklens.utils.folders import inside
@@ -76,24 +76,30 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
     """
     path = _shipped().get(str(name_or_path), Path(name_or_path))
     if path.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"revision {revision!r} applies to names on the hub, and {path} is a folder. Leave revision out."
-            )
+        require(
+            revision is None,
+            f"revision {revision!r} applies to names on the hub, and {path} is a folder. Leave revision out.",
+            CheckpointError,
+        )
         return path
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file; pass the folder that contains config.json and the weights.")
-    if str(name_or_path) in REPOSITORY_MODELS:
-        raise CheckpointError(
-            f"{name_or_path} comes with sinklens's repository, not with the installed package; pass the folder "
-            f"models/{name_or_path} of a checkout."
-        )
+    require(
+        not path.is_file(),
+        f"{path} is a file; pass the folder that contains config.json and the weights.",
+        CheckpointError,
+    )
+    require(
+        str(name_or_path) not in REPOSITORY_MODELS,
+        f"{name_or_path} comes with sinklens's repository, not with the installed package; pass the folder "
+        f"models/{name_or_path} of a checkout.",
+        CheckpointError,
+    )
     looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
-    if looks_local:
-        raise CheckpointError(
-            f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
-            f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}"
-        )
+    require(
+        not looks_local,
+        f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
+        f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}",
+        CheckpointError,
+    )
     return _download(str(name_or_path), revision, weights)
 
 
@@ -200,8 +206,11 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     if quantized:
         dtypes = {kind: size for kind, size in dtypes.items() if kind in DTYPES}
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
-    if main not in DTYPES:
-        raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
+    require(
+        main in DTYPES,
+        f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.",
+        CheckpointError,
+    )
     return Weights(shapes, DTYPES[main], original)
 
 
@@ -245,11 +254,17 @@ def _weight_files(folder: Path) -> list[Path]:
             missing = [shard.name for shard in shards if not shard.is_file()]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is corrupt ({error!s:.300}); download it again.") from error
-        if missing:
-            raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
+        require(
+            not missing,
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.",
+            CheckpointError,
+        )
         return shards
-    if any(folder.glob("model-*-of-*.safetensors")):
-        raise CheckpointError(f"{folder} has shards but no {index.name}, which lists their contents. Download it too.")
+    require(
+        not any(folder.glob("model-*-of-*.safetensors")),
+        f"{folder} has shards but no {index.name}, which lists their contents. Download it too.",
+        CheckpointError,
+    )
     _refuse_lone_adapter(folder)
     pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
     note = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are rejected." if pickles else ""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import torch
 from annotated_types import Ge
 
-from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
+from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, require, warn_caller
 from sinklens.families import FAMILIES, Family, identify, translate
 from sinklens.families.registry import family_of
 from sinklens.families.samplers import read_settings
@@ -31,7 +31,7 @@ from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write
 from sinklens.model import files, quantization
 from sinklens.model.adapters import has_adapter, merge, read_adapter, read_lora
-from sinklens.model.packing import stored_shapes
+from sinklens.model.packing import joined_shape, stored_places
 from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
 from sinklens.utils.arguments import Count, check_arguments, read_as
 from sinklens.utils.documents import read_json
@@ -167,12 +167,16 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     tied = dict(empty.all_tied_weights_keys)
     packed = quantization.published(raw, family, str(folder))
     if packed is None:
-        files.check_weights(weights, stored_shapes(expected, family.fused), set(tied), str(folder))
+        stored = {name: joined_shape(places) for name, places in stored_places(expected, family.fused).items()}
+        files.check_weights(weights, stored, set(tied), str(folder))
     place = _adapter_folder(folder, request.adapter)
     lora = None if place is None else read_lora(place, family, weights, empty)
     adapter = read_adapter(folder, family, weights, empty)
-    if request.device is not None and request.device_map is not None:
-        raise CheckpointError("pass device= or device_map=, not both.")
+    require(
+        request.device is None or request.device_map is None,
+        "pass device= or device_map=, not both.",
+        CheckpointError,
+    )
     device = _device(request.device)
     dtype = dtype_for(request.dtype, weights, device, packed is not None)
     if request.quantization is not None:
@@ -181,8 +185,11 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
     quantized = packed is not None or request.quantization is not None
-    if quantized and lora is not None:
-        raise CheckpointError(f"{place}: an adapter cannot be merged into quantized weights; load them unquantized.")
+    require(
+        not quantized or lora is None,
+        f"{place}: an adapter cannot be merged into quantized weights; load them unquantized.",
+        CheckpointError,
+    )
     device_map = request.device_map
     if device_map is None and (quantized or device.type != "cpu"):
         device_map = {"": device}
@@ -202,10 +209,11 @@ def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
     if named is None:
         return folder if has_adapter(folder) else None
     place = files.find_checkpoint(named)
-    if has_adapter(folder) and place.resolve() != folder.resolve():
-        raise CheckpointError(
-            f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away."
-        )
+    require(
+        not has_adapter(folder) or place.resolve() == folder.resolve(),
+        f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away.",
+        CheckpointError,
+    )
     return place
 
 
@@ -243,11 +251,12 @@ def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, wh
         return
     names = ", ".join(weights.original.get(name, name) for name in parted)
     untie = "set tie_word_embeddings (in LLaDA's format: weight_tying) in config.json to false"
-    if any(value(name).is_meta for target in parted for name in (target, tied[target])):
-        raise CheckpointError(
-            f"{where}: config.json ties {names} to other weights, but the files hold another value. Load without "
-            f"device_map=; or, to use the stored value, {untie}."
-        )
+    require(
+        not any(value(name).is_meta for target in parted for name in (target, tied[target])),
+        f"{where}: config.json ties {names} to other weights, but the files hold another value. Load without "
+        f"device_map=; or, to use the stored value, {untie}.",
+        CheckpointError,
+    )
     hf.tie_weights()
     warn_caller(
         f"{where}: config.json ties {names} to other weights, so the different value in the files is not used. To use "
@@ -337,8 +346,11 @@ def _with_mask(raw: dict[str, Any], mask: int | None, family: Family, where: str
     """config.json with the mask token that the caller names."""
     if mask is None:
         return raw
-    if family.causal or not family.masked:
-        raise CheckpointError(f"{where}: {family.name} models have no mask token; leave mask_token_id= out.")
+    require(
+        not family.causal and family.masked,
+        f"{where}: {family.name} models have no mask token; leave mask_token_id= out.",
+        CheckpointError,
+    )
     return raw | {"mask_token_id": mask}
 
 
@@ -388,30 +400,37 @@ def from_pretrained_model(
         family_name = family_name or (f"a2d-{kind}" if block_length is None else f"bd3lm-{kind}")
     family, blocks = identify(raw, type(hf).__name__, family_name, block_length)
     raw = _with_mask(raw, mask_token_id, family, type(hf).__name__)
-    if family.architecture != kind:
-        raise CheckpointError(
-            f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "
-            f"model_type {kind!r}; name another family, or leave family= out."
-        )
+    require(
+        family.architecture == kind,
+        f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "
+        f"model_type {kind!r}; name another family, or leave family= out.",
+        CheckpointError,
+    )
     if raw.get("quantization_config") is not None:
         quantization.check_library(raw["quantization_config"], type(hf).__name__)
-    if type(hf).__module__.startswith("transformers_modules"):
-        raise CheckpointError(
-            f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "
-            f"which loads the same weights into transformers' own class."
-        )
-    if hf.get_output_embeddings() is None:
-        raise CheckpointError(f"{type(hf).__name__} has no language-model head; pass a model of a …ForCausalLM class.")
-    if any(type(module).__module__.startswith("peft.") for module in hf.modules()):
-        raise CheckpointError(
-            f"this {type(hf).__name__} has an adapter of peft, whose product is not in the weights. Merge it with "
-            f"peft's merge_and_unload(), or pass the folders: sinklens.load(base, adapter=folder)."
-        )
-    if any(attention.POINTS in module.__dict__ for module in hf.modules()):
-        raise CheckpointError(
-            f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "
-            f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer)."
-        )
+    require(
+        not type(hf).__module__.startswith("transformers_modules"),
+        f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "
+        f"which loads the same weights into transformers' own class.",
+        CheckpointError,
+    )
+    require(
+        hf.get_output_embeddings() is not None,
+        f"{type(hf).__name__} has no language-model head; pass a model of a …ForCausalLM class.",
+        CheckpointError,
+    )
+    require(
+        not any(type(module).__module__.startswith("peft.") for module in hf.modules()),
+        f"this {type(hf).__name__} has an adapter of peft, whose product is not in the weights. Merge it with "
+        f"peft's merge_and_unload(), or pass the folders: sinklens.load(base, adapter=folder).",
+        CheckpointError,
+    )
+    require(
+        not any(attention.POINTS in module.__dict__ for module in hf.modules()),
+        f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "
+        f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer).",
+        CheckpointError,
+    )
     name = getattr(hf.config, "name_or_path", "") or kind
     check_required(one_spelling(raw, name), family, name)
     generation = getattr(hf, "generation_config", None)
@@ -445,10 +464,16 @@ def _device(device: str | torch.device | int | None) -> torch.device:
         found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError as error:
         raise CheckpointError(f"torch does not know the device {device!r}; pass 'cpu', 'cuda' or 'cuda:1'.") from error
-    if found.type == "meta":
-        raise CheckpointError("the device 'meta' holds no values, so a model on it cannot run; pass 'cpu' or 'cuda'.")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise CheckpointError(f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.")
+    require(
+        found.type != "meta",
+        "the device 'meta' holds no values, so a model on it cannot run; pass 'cpu' or 'cuda'.",
+        CheckpointError,
+    )
+    require(
+        found.type != "cuda" or (found.index or 0) < torch.cuda.device_count(),
+        f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.",
+        CheckpointError,
+    )
     return found
 
 
@@ -481,11 +506,13 @@ def _end_tokens(
 ) -> tuple[int, ...]:
     """End-of-sequence tokens: the generation config's, else the config's, else the tokenizer's."""
     generation = getattr(hf, "generation_config", None)
-    for source in (getattr(generation, "eos_token_id", None), raw.get("eos_token_id")):
-        if source is not None:
-            return tuple(source) if isinstance(source, list | tuple) else (source,)
-    end = getattr(tokenizer, "eos_token_id", None)
-    return () if end is None else (end,)
+    named = (
+        getattr(generation, "eos_token_id", None),
+        raw.get("eos_token_id"),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    end = next((one for one in named if one is not None), ())
+    return tuple(end) if isinstance(end, list | tuple) else (end,)
 
 
 def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinklens.errors import CheckpointError, SelfCheckError
+from sinklens.errors import CheckpointError, SelfCheckError, require
 from sinklens.families import Family
 from sinklens.families.registry import find_sampler
 from sinklens.hooks.architectures import architecture_of
@@ -336,16 +336,18 @@ def load(
     )  # fmt: skip
     if isinstance(name_or_path, str | Path):
         return _with_hook_points(load_checkpoint(name_or_path, request), check)
-    if (revision, device_map, device, dtype) != (None, None, None, "auto"):
-        raise CheckpointError(
-            "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
-            "Move or convert it before passing it to load."
-        )
+    require(
+        (revision, device_map, device, dtype) == (None, None, None, "auto"),
+        "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
+        "Move or convert it before passing it to load.",
+        CheckpointError,
+    )
     for what, value in (("quantization", quantization), ("adapter", adapter)):
-        if value is not None:
-            raise CheckpointError(
-                f"{what} applies only while loading, and this model is already loaded; pass its name or folder."
-            )
+        require(
+            value is None,
+            f"{what} applies only while loading, and this model is already loaded; pass its name or folder.",
+            CheckpointError,
+        )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
     described = (family, request.block_length, request.mask_token_id)
     if known is not None and tokenizer in (None, known.tokenizer) and not any(one is not None for one in described):
@@ -387,11 +389,12 @@ def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True
     Raises:
         CheckpointError: the model is already loaded; use that `Model`, or release it first.
     """
-    if MODEL_KEY in getattr(held, "__dict__", {}):
-        raise CheckpointError(
-            "this model is already loaded, and leaving the borrow block would release that Model; use the Model that "
-            "sinklens.load returned, or call its .release() first."
-        )
+    require(
+        MODEL_KEY not in getattr(held, "__dict__", {}),
+        "this model is already loaded, and leaving the borrow block would release that Model; use the Model that "
+        "sinklens.load returned, or call its .release() first.",
+        CheckpointError,
+    )
     model = load(held, tokenizer=tokenizer, check=check)
     try:
         yield model
@@ -406,15 +409,19 @@ def _checkpoint_of(
     from transformers import PreTrainedModel
 
     if isinstance(loaded, PreTrainedModel):
-        if loaded.tp_size is not None:
-            raise CheckpointError("a model that is divided among processes (tp_plan) cannot be hooked; use device_map.")
+        require(
+            loaded.tp_size is None,
+            "a model that is divided among processes (tp_plan) cannot be hooked; use device_map.",
+            CheckpointError,
+        )
         return from_pretrained_model(loaded, tokenizer, family, block_length, mask_token_id)
     if hasattr(loaded, "original_model") and not isinstance(loaded, Model):
-        if any(one is not None for one in (family, block_length, mask_token_id)):
-            raise CheckpointError(
-                "a TransformerBridge has the family of its config; leave family=, block_length= and mask_token_id= "
-                "out, or load the transformers model."
-            )
+        require(
+            not any(one is not None for one in (family, block_length, mask_token_id)),
+            "a TransformerBridge has the family of its config; leave family=, block_length= and mask_token_id= "
+            "out, or load the transformers model.",
+            CheckpointError,
+        )
         return from_bridge(loaded, tokenizer)
     unwrap = " first call peft's merge_and_unload(), and then" if type(loaded).__module__.startswith("peft.") else ""
     raise CheckpointError(

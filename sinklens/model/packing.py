@@ -13,7 +13,8 @@ Limitation: this module restates what transformers does and is not derived from 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinklens.families import Family
@@ -21,9 +22,6 @@ from sinklens.families import Family
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 
 
@@ -41,69 +39,40 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def places_of(stored: str, parameters: Shapes, fused: Mapping[str, tuple[str, ...]]) -> list[Place]:
-    """Where the model keeps a stored weight: in several pieces along its first axis, or a part of a stacked one.
+def stored_places(
+    parameters: Mapping[str, tuple[int, ...]], fused: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[Place]]:
+    """Where a model keeps each weight of a checkpoint: in pieces along its first axis, or as a part of a stacked one.
 
     Args:
-        stored: its name in transformers' naming.
-        parameters, fused: as in `stored_shapes`.
+        parameters: names and shapes of the model's parameters; pieces of a weight are in order.
+        fused: name of a stored weight -> the weights that it holds one after another, both from the last module on.
 
     Returns:
-        The pieces in order; none if the model does not have the weight.
+        Name of each stored weight, in transformers' naming -> its pieces in order.
     """
-    if stored in parameters:
-        return [Place(stored, ..., parameters[stored])]
-    for whole, pieces in fused.items():
-        if stored.endswith(f".{whole}"):
-            names = [stored.removesuffix(whole) + piece for piece in pieces]
-            return [Place(name, ..., parameters[name]) for name in names if name in parameters]
-    match = _EXPERT.match(stored)
-    name = "" if match is None else f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
-    if match is None or int(match[2]) >= parameters.get(name, (0,))[0]:
-        return []
-    number, (_, rows, columns) = int(match[2]), parameters[name]
-    if match[3] == "down":
-        return [Place(name, number, (rows, columns))]
-    half = slice(0, rows // 2) if match[3] == "gate" else slice(rows // 2, rows)
-    return [Place(name, (number, half), (rows // 2, columns))]
-
-
-def stored_shapes(parameters: Shapes, fused: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes under which a checkpoint stores `parameters`.
-
-    Args:
-        parameters: names and shapes of a model's parameters.
-        fused: name of a stored weight -> the weights that it holds one after another, both from the last module on.
-    """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[Place]] = {}
     for name, shape in parameters.items():
-        match = _EXPERTS.match(name)
-        found |= _alone(match.group(1), match.group(2), shape) if match else {name: shape}
-    for whole, pieces in fused.items():
-        found = _fused(found, whole, pieces)
-    return found
-
-
-def _alone(experts: str, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The weights of single experts that a stacked parameter holds."""
-    count, rows, columns = shape
-    parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
-    return {
-        f"{experts}.{number}.{part}.weight": (rows // len(parts), columns) for number in range(count) for part in parts
-    }
-
-
-def _fused(shapes: Shapes, whole: str, pieces: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """`shapes` with each set of `pieces` replaced by one weight that holds them along the first axis."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        piece = next((piece for piece in pieces if name.endswith(f".{piece}")), None)
-        if piece is None:
-            found[name] = shape
+        if match := _EXPERTS.match(name):
+            parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+            count, rows = shape[0], shape[1] // len(parts)
+            for number, (first, part) in product(range(count), enumerate(parts)):
+                index = number, slice(first * rows, (first + 1) * rows)
+                found[f"{match[1]}.{number}.{part}.weight"] = [Place(name, index, (rows, *shape[2:]))]
             continue
-        joined = name.removesuffix(piece) + whole
-        found[joined] = (found.get(joined, (0,))[0] + shape[0], *shape[1:])
+        joined = (
+            name.removesuffix(piece) + whole
+            for whole, pieces in fused.items()
+            for piece in pieces
+            if name.endswith(f".{piece}")
+        )
+        found.setdefault(next(joined, name), []).append(Place(name, ..., shape))
     return found
+
+
+def joined_shape(places: Sequence[Place]) -> tuple[int, ...]:
+    """The shape of a weight that is kept in these places."""
+    return sum(one.shape[0] for one in places), *places[0].shape[1:]
 
 
 def class_for(config: "PreTrainedConfig", family: Family) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
+from sinklens.errors import PromptWarning, SinklensError, require, warn_caller
 from sinklens.hooks.forward_pass import CAUSAL
 from sinklens.hooks.interleaving import Root
 from sinklens.hooks.turn import in_turn
@@ -163,11 +163,12 @@ class SinglePasses(TokenMethods, Root):
 
     def _refuse_edits(self, method: str) -> None:
         """Reject a model with ``edit()`` edits: they act only in nnsight's passes, not in TransformerLens's."""
-        if self.has_edits:
-            raise SinklensError(
-                f"this model has edits from model.edit(), which {method} would ignore. Pass the change as a hook "
-                f"function, or use model.trace; model.clear_edits() removes the edits."
-            )
+        require(
+            not self.has_edits,
+            f"this model has edits from model.edit(), which {method} would ignore. Pass the change as a hook "
+            f"function, or use model.trace; model.clear_edits() removes the edits.",
+            SinklensError,
+        )
 
     def _one_pass(
         self, prompt: Any, mask: Any, prepend_bos: bool | None, padding_side: str | None, options: dict[str, Any]
@@ -256,8 +257,10 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
         SettingError: one of them is switched on.
     """
     for name in NOT_HERE.keys() & options.keys():
-        if options[name] is not None and options[name] is not False:
-            raise SettingError(f"a pass has no argument {name}=: {NOT_HERE[name]}.")
+        require(
+            options[name] is None or options[name] is False,
+            f"a pass has no argument {name}=: {NOT_HERE[name]}.",
+        )
     return {name: value for name, value in options.items() if name not in NOT_HERE}
 
 

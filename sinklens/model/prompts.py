@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sinklens.errors import PromptError, PromptWarning, nearest, warn_caller
+from sinklens.errors import PromptError, PromptWarning, nearest, require, warn_caller
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.templates import render
 from sinklens.utils.integers import as_integer
@@ -120,10 +120,11 @@ class PromptReader:
         """
         texts = _texts(prompt)
         if mask is not None:
-            if texts is not None or isinstance(prompt, Mapping | Encoded):
-                raise PromptError(
-                    "attention_mask= is only for token ids; text and a tokenizer's output already have one."
-                )
+            require(
+                texts is None and not isinstance(prompt, Mapping | Encoded),
+                "attention_mask= is only for token ids; text and a tokenizer's output already have one.",
+                PromptError,
+            )
             prompt = {"input_ids": prompt, "attention_mask": mask}
         if texts is not None:
             return self.padded([self._row(text, chat_template, prepend_bos) for text in texts], side)
@@ -137,11 +138,12 @@ class PromptReader:
             _check_keys(prompt)
             ids, mask = prompt["input_ids"], prompt.get("attention_mask")
         if mask is None and isinstance(ids, PaddedIds):
-            if ids.written():
-                raise PromptError(
-                    f"a token was written over the padding of these ids (token {ids.pad}), where it would be ignored; "
-                    f"pass attention_mask= with 1 on it, or the texts themselves."
-                )
+            require(
+                not ids.written(),
+                f"a token was written over the padding of these ids (token {ids.pad}), where it would be ignored; "
+                f"pass attention_mask= with 1 on it, or the texts themselves.",
+                PromptError,
+            )
             mask = ids.is_real
         found = self._ids(ids, side)
         if _unmarked(prompt):
@@ -191,11 +193,12 @@ class PromptReader:
         return Encoded(ids, torch.ones_like(ids, dtype=torch.bool))
 
     def _check_range(self, low: int, high: int) -> None:
-        if low < 0 or high >= self.size:
-            raise PromptError(
-                f"token ids range from {low} to {high}; this model's vocabulary is 0 to {self.size - 1}. "
-                f"Do they come from another tokenizer?"
-            )
+        require(
+            low >= 0 and high < self.size,
+            f"token ids range from {low} to {high}; this model's vocabulary is 0 to {self.size - 1}. "
+            f"Do they come from another tokenizer?",
+            PromptError,
+        )
 
     def _refuse_tokens(self, given: Encoded) -> None:
         """Reject a prompt with tokens that stand for something other than text."""
@@ -220,14 +223,18 @@ class PromptReader:
 
     def _row(self, text: str, chat_template: bool | str, prepend_bos: bool | None) -> list[int]:
         """Token ids of one text."""
-        if self.tokenizer is None:
-            raise PromptError(
-                f"{self.name} has no tokenizer, so it accepts token ids [batch, pos], not text; "
-                f"pass one with sinklens.load(..., tokenizer=...)"
-                + (", or [[]] as the prompt, to generate without one." if not text and self.unconditional else ".")
-            )
-        if not text and not self.unconditional:
-            raise PromptError("the prompt is empty; pass at least one character.")
+        require(
+            self.tokenizer is not None,
+            f"{self.name} has no tokenizer, so it accepts token ids [batch, pos], not text; "
+            f"pass one with sinklens.load(..., tokenizer=...)"
+            + (", or [[]] as the prompt, to generate without one." if not text and self.unconditional else "."),
+            PromptError,
+        )
+        require(
+            text or self.unconditional,
+            "the prompt is empty; pass at least one character.",
+            PromptError,
+        )
         if broken := re.search("[\ud800-\udfff]", text):
             raise PromptError(
                 f"character {broken.start()} of the prompt is {broken.group()!r}, half of a surrogate pair, which is "
@@ -239,16 +246,22 @@ class PromptReader:
             raise PromptError("a chat template determines the start token; leave prepend_bos out.")
         else:
             ids = self._in_template(text, chat_template)
-        if text and not ids:
-            raise PromptError(f"the tokenizer of {self.name} returns no tokens for {text!r}; pass other text.")
+        require(
+            not text or ids,
+            f"the tokenizer of {self.name} returns no tokens for {text!r}; pass other text.",
+            PromptError,
+        )
         return ids
 
     def _with_start(self, text: str, prepend_bos: bool | None) -> list[int]:
         """Token ids of `text`; `prepend_bos` decides on the start token, by default the tokenizer does. Never two."""
         ids, start = list(self.tokenizer(text).input_ids), self.tokenizer.bos_token_id
         if start is None:
-            if prepend_bos:
-                raise PromptError(f"the tokenizer of {self.name} has no start token; leave prepend_bos=True out.")
+            require(
+                not prepend_bos,
+                f"the tokenizer of {self.name} has no start token; leave prepend_bos=True out.",
+                PromptError,
+            )
             return ids
         added = adds_start(self.tokenizer, text)
         if added and (prepend_bos is False or ids[1:2] == [start]):
@@ -258,16 +271,18 @@ class PromptReader:
     def _in_template(self, text: str, chat_template: bool | str) -> list[int]:
         """Token ids of `text` as one user turn."""
         template = self.tokenizer.chat_template if chat_template is True else chat_template
-        if template is None and chat_template is True:
-            raise PromptError(
-                f"the tokenizer of {self.name} has no chat template. Leave chat_template (--chat) out; in Python you "
-                f"can also pass a template as a string."
-            )
-        if not isinstance(chat_template, bool | str) or (isinstance(template, str) and "{{" not in template):
-            raise PromptError(
-                f"chat_template must be True, False, or a template string that contains {{{{ messages }}}}; "
-                f"got {chat_template!r}."
-            )
+        require(
+            template is not None or chat_template is not True,
+            f"the tokenizer of {self.name} has no chat template. Leave chat_template (--chat) out; in Python you "
+            f"can also pass a template as a string.",
+            PromptError,
+        )
+        require(
+            isinstance(chat_template, bool | str) and (not isinstance(template, str) or "{{" in template),
+            f"chat_template must be True, False, or a template string that contains {{{{ messages }}}}; "
+            f"got {chat_template!r}.",
+            PromptError,
+        )
         turns = [{"role": "user", "content": text}]
         name = f" of {self.name}" * (chat_template is True)
         written = render(self.tokenizer, turns, template, name)
@@ -336,8 +351,11 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
             raise PromptError(
                 f"a dict prompt has input_ids and attention_mask; got {key!r}.{images or nearest(str(key), known)}"
             )
-    if "input_ids" not in prompt:
-        raise PromptError(f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.")
+    require(
+        "input_ids" in prompt,
+        f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.",
+        PromptError,
+    )
 
 
 def _rows(given: Any, empty: bool = False) -> list[list[int]]:
@@ -348,8 +366,11 @@ def _rows(given: Any, empty: bool = False) -> list[list[int]]:
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         raise PromptError(f"{ALLOWED}; got {given!r:.60} ({type(given).__name__}).")
-    if not len(given):
-        raise PromptError("the list of prompts is empty; pass at least one.")
+    require(
+        len(given),
+        "the list of prompts is empty; pass at least one.",
+        PromptError,
+    )
     one = _row_of(given)
     rows = [_row_of(entry) for entry in given] if one is None else [one]
     if not empty and any(row == [] for row in rows):
@@ -390,8 +411,11 @@ def _array(given: Tensor | np.ndarray, empty: bool = False) -> Int[Tensor, "batc
 
 
 def _from_numpy(given: np.ndarray) -> Tensor:
-    if given.dtype.kind not in "iubf":
-        raise PromptError(f"{ALLOWED}; got an array of {given.dtype}.")
+    require(
+        given.dtype.kind in "iubf",
+        f"{ALLOWED}; got an array of {given.dtype}.",
+        PromptError,
+    )
     return torch.from_numpy(given.astype(np.int64) if given.dtype.kind in "iu" else given)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinklens.errors import CheckpointError, nearest
+from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families import Family
 from sinklens.model.files import rename
 
@@ -47,11 +47,12 @@ def check_library(config: Any, where: str) -> None:
     kind = found.get("quant_method")
     kind = getattr(kind, "value", kind)
     older = kind is None and {"load_in_8bit", "load_in_4bit"} & set(found)  # before transformers named the method
-    if kind != LIBRARY and not older:
-        raise CheckpointError(
-            f"{where}: weights quantized by quant_method {kind!r} are not supported; known is {LIBRARY}. Load the "
-            f"full-precision checkpoint, with quantization= if it is too large."
-        )
+    require(
+        kind == LIBRARY or older,
+        f"{where}: weights quantized by quant_method {kind!r} are not supported; known is {LIBRARY}. Load the "
+        f"full-precision checkpoint, with quantization= if it is too large.",
+        CheckpointError,
+    )
 
 
 def check_wanted(wanted: Any, packed: Any, where: str) -> None:
@@ -60,10 +61,11 @@ def check_wanted(wanted: Any, packed: Any, where: str) -> None:
     Raises:
         CheckpointError: see above.
     """
-    if packed is not None:
-        raise CheckpointError(
-            f"{where}: this checkpoint is quantized already; leave quantization= out, or load the full-precision one."
-        )
+    require(
+        packed is None,
+        f"{where}: this checkpoint is quantized already; leave quantization= out, or load the full-precision one.",
+        CheckpointError,
+    )
     if not isinstance(wanted, str):
         check_library(wanted, where)
     elif wanted not in METHODS:
@@ -83,11 +85,12 @@ def published(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, A
     if found is None:
         return None
     check_library(found if isinstance(found, dict) else {}, where)
-    if family.fused:
-        raise CheckpointError(
-            f"{where}: the quantized weights of a {family.name} checkpoint cannot be split as its class needs. "
-            f"Load the full-precision checkpoint with quantization=."
-        )
+    require(
+        not family.fused,
+        f"{where}: the quantized weights of a {family.name} checkpoint cannot be split as its class needs. "
+        f"Load the full-precision checkpoint with quantization=.",
+        CheckpointError,
+    )
     renamed = {
         key: [rename(f"{name}.", family.renames).removesuffix(".") for name in found[key]]
         for key in NAMES_OF_MODULES
@@ -131,11 +134,12 @@ def read_quantized(
             f"transformers could not load the quantized weights ({type(error).__name__}: {reason[:300]}). Try another "
             f"method: {', '.join(METHODS)}."
         ) from error
-    if not quantized_weights(hf):
-        raise CheckpointError(
-            f"the quantizer found none of its layers in this {type(hf).__name__}; it quantizes linear layers. Leave "
-            f"quantization= out."
-        )
+    require(
+        quantized_weights(hf),
+        f"the quantizer found none of its layers in this {type(hf).__name__}; it quantizes linear layers. Leave "
+        f"quantization= out.",
+        CheckpointError,
+    )
     if any(".experts." in name for name, _ in hf.named_parameters()):
         hf.set_experts_implementation("eager")  # grouped products take plain tensors
     return hf

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, require
 from sinklens.families import Family
 from sinklens.model import files
 from sinklens.model.packing import class_for
@@ -76,6 +76,9 @@ def dtype_for(dtype: str | torch.dtype, weights: files.Weights, target: torch.de
     named = {str(kind).removeprefix("torch."): kind for kind in files.DTYPES.values()}
     short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     key = str(dtype).removeprefix("torch.")
-    if short.get(key, key) not in named:
-        raise CheckpointError(f"dtype {dtype!r} is not one of auto, {', '.join([*named, *short])}.")
+    require(
+        short.get(key, key) in named,
+        f"dtype {dtype!r} is not one of auto, {', '.join([*named, *short])}.",
+        CheckpointError,
+    )
     return named[short.get(key, key)]

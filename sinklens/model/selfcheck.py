@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from sinklens.errors import SelfCheckError
+from sinklens.errors import SelfCheckError, require
 from sinklens.hooks import names
 from sinklens.hooks.attention.blocks import Blocks, rule_of
 from sinklens.hooks.attention.normalizers import normalizer_of, softmax
@@ -53,8 +53,11 @@ def check(tree: HookTree, causal: bool) -> None:
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
     with torch.no_grad():
         plain = run(1, tokens, [])
-        if not torch.isfinite(plain).all():
-            raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
+        require(
+            torch.isfinite(plain).all(),
+            "the model's logits are not finite in a plain pass; its weights are broken.",
+            SelfCheckError,
+        )
         hooked = run(1, tokens, [(name, lambda value, hook: seen[hook.name].append(value)) for name in seen])
         _check_change(tree, plain, hooked)
         _check_points(tree, seen, tokens)
@@ -64,11 +67,12 @@ def check(tree: HookTree, causal: bool) -> None:
         silent = _silent(tree, run)
     if not any(value.any() for name, (value,) in seen.items() if name.endswith("hook_mlp_out")):
         silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide these edits
-    if silent:
-        raise SelfCheckError(
-            f"edits of {', '.join(silent)} do not change the logits. Either the model does not run sinklens's code "
-            f"there, or this part of it adds nothing in any layer; sinklens.load(..., check=False) loads it anyway."
-        )
+    require(
+        not silent,
+        f"edits of {', '.join(silent)} do not change the logits. Either the model does not run sinklens's code "
+        f"there, or this part of it adds nothing in any layer; sinklens.load(..., check=False) loads it anyway.",
+        SelfCheckError,
+    )
 
 
 def _logits(tree: HookTree, rows: int, tokens: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
@@ -112,11 +116,12 @@ def _check_points(tree: HookTree, seen: dict[str, list[Tensor]], tokens: int) ->
     """Check that every point fired once, with its shape."""
     layers = tree.cfg.n_layers
     with_pattern = sum(len(seen[f"blocks.{layer}.attn.hook_pattern"]) == 1 for layer in range(layers))
-    if with_pattern != layers:
-        raise SelfCheckError(
-            f"{with_pattern} of {layers} layers showed a pattern; the others do not run sinklens's "
-            f"attention (attn_implementation is {tree.hf.config._attn_implementation!r})."
-        )
+    require(
+        with_pattern == layers,
+        f"{with_pattern} of {layers} layers showed a pattern; the others do not run sinklens's "
+        f"attention (attn_implementation is {tree.hf.config._attn_implementation!r}).",
+        SelfCheckError,
+    )
     for name, values in seen.items():
         if len(values) != 1:
             others = sum(len(values) != 1 for values in seen.values()) - 1
@@ -156,17 +161,22 @@ def _check_direction(
         causal = blocks.length == 1
         number = torch.arange(pattern.shape[-1], device=pattern.device) // blocks.length
         beyond = pattern.float().masked_fill(number[None, :] <= number[:, None], 0.0).sum().item()
-        if beyond > 0:
-            raise SelfCheckError(
-                f"{layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
-                f"is block-causal."
-            )
-    if causal and later > 0:
-        raise SelfCheckError(f"{layer} attends to later positions (mass {later:.3g}), but its family is causal.")
-    if not causal and later == 0:
-        raise SelfCheckError(
-            f"{layer} never attends to later positions, but its family is bidirectional: the causal mask is still on."
+        require(
+            beyond <= 0,
+            f"{layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
+            f"is block-causal.",
+            SelfCheckError,
         )
+    require(
+        not causal or later <= 0,
+        f"{layer} attends to later positions (mass {later:.3g}), but its family is causal.",
+        SelfCheckError,
+    )
+    require(
+        causal or later != 0,
+        f"{layer} never attends to later positions, but its family is bidirectional: the causal mask is still on.",
+        SelfCheckError,
+    )
 
 
 def _kinds(tree: HookTree) -> dict[str, list[str]]:

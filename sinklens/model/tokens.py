@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.errors import PromptError, PromptWarning, SettingError, warn_caller
+from sinklens.errors import PromptError, PromptWarning, SettingError, require, warn_caller
 from sinklens.families.samplers import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
@@ -126,12 +126,16 @@ class TokenMethods:
         if over <= 0:
             return
         said = f"{self.name} has {self.cfg.n_ctx} positions, and a pass would need {positions}, {over} too many."
-        if self.tree.architecture.positions:
-            raise PromptError(f"{said} {advice}; this network has no embedding for further positions.")
-        if not allow_longer:
-            raise PromptError(
-                f"{said} {advice}; or pass allow_longer=True, and rotary positions continue beyond those of training."
-            )
+        require(
+            not self.tree.architecture.positions,
+            f"{said} {advice}; this network has no embedding for further positions.",
+            PromptError,
+        )
+        require(
+            allow_longer,
+            f"{said} {advice}; or pass allow_longer=True, and rotary positions continue beyond those of training.",
+            PromptError,
+        )
         warn_caller(f"{said} allow_longer=True runs it; the model was not made for such distances.", PromptWarning)
 
     def to_tokens(
@@ -193,8 +197,11 @@ class TokenMethods:
         else:
             rows = self.reader.id_rows(prompt if as_integer(prompt) is None else [int(prompt)])
         tokenizer = self._require_tokenizer("to_str_tokens")
-        if len(rows) != 1:
-            raise PromptError(f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.")
+        require(
+            len(rows) == 1,
+            f"to_str_tokens takes one text or one row of ids; got {len(rows)} rows.",
+            PromptError,
+        )
         return [_text_of(tokenizer, [token]) for token in rows[0]]
 
     def to_string(self, tokens: TokenIds | int) -> str | list[str]:
@@ -248,24 +255,34 @@ class TokenMethods:
         Raises:
             PromptError: the token does not occur, the text is several tokens, or `mode` is invalid.
         """
-        if mode not in ("first", "last"):
-            raise PromptError(f"mode must be 'first' or 'last'; got {mode!r}.")
+        require(
+            mode in ("first", "last"),
+            f"mode must be 'first' or 'last'; got {mode!r}.",
+            PromptError,
+        )
         if isinstance(prompt, str):
             rows = self.to_tokens(prompt, prepend_bos, padding_side).tolist()
         else:
             rows = self.reader.id_rows(prompt)
         token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
-        if len(rows) != 1:
-            raise PromptError(f"get_token_position takes one text or one row of ids; got {len(rows)} rows.")
-        if token not in rows[0]:
-            raise PromptError(f"token {token} ({single_token!r}) is not among the {len(rows[0])} tokens of the prompt.")
+        require(
+            len(rows) == 1,
+            f"get_token_position takes one text or one row of ids; got {len(rows)} rows.",
+            PromptError,
+        )
+        require(
+            token in rows[0],
+            f"token {token} ({single_token!r}) is not among the {len(rows[0])} tokens of the prompt.",
+            PromptError,
+        )
         return rows[0].index(token) if mode == "first" else len(rows[0]) - 1 - rows[0][::-1].index(token)
 
     def _require_tokenizer(self, method: str) -> Any:
-        if self.tokenizer is None:
-            raise PromptError(
-                f"{method} needs a tokenizer, but {self.name} has none; load the model with tokenizer=...."
-            )
+        require(
+            self.tokenizer is not None,
+            f"{method} needs a tokenizer, but {self.name} has none; load the model with tokenizer=....",
+            PromptError,
+        )
         return self.tokenizer
 
 
@@ -280,8 +297,11 @@ def side_of(padding_side: str | None) -> str:
     Raises:
         PromptError: it is neither None, "left" nor "right".
     """
-    if padding_side not in (None, "left", "right"):
-        raise PromptError(f"padding_side must be 'left', 'right' or omitted; got {padding_side!r}.")
+    require(
+        padding_side in (None, "left", "right"),
+        f"padding_side must be 'left', 'right' or omitted; got {padding_side!r}.",
+        PromptError,
+    )
     return padding_side or "left"
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.model import Model
 from sinklens.sampling import Policy
 from sinklens.sampling.key_cache import KeyCache, PolicyCache
 from sinklens.sampling.policies import as_policy
-from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
 OWN_CACHE = "its steps already reuse keys exactly. Leave cache= out; use_cache=False turns the exact cache off."

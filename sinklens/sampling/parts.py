@@ -14,9 +14,10 @@ from annotated_types import Gt, Le, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.errors import require
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
-from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative
 

@@ -27,11 +27,10 @@ from annotated_types import Gt, Le, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
 from sinklens.sampling.parts import Steps
-from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Share
 

@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Argument, Count, arguments, meanings
 
@@ -180,9 +179,3 @@ class Sampler(ABC):
 
 FILLED_IN = {"setting": False}
 """Metadata of a field that the run fills in."""
-
-
-def require(condition: bool, text: str) -> None:
-    """Raise a `SettingError` with this text unless the condition holds."""
-    if not condition:
-        raise SettingError(text)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 
 Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 HALVINGS = 45  # of a range of at most 4: the limits are exact to 1e-13
@@ -77,8 +77,10 @@ def proportion(right: int, total: int) -> Estimate:
     """
     from scipy.stats import binomtest
 
-    if not 0 <= right <= total:
-        raise SettingError(f"{right} of {total} samples cannot be right.")
+    require(
+        0 <= right <= total,
+        f"{right} of {total} samples cannot be right.",
+    )
     if not total:
         return Estimate(math.nan, math.nan, math.nan, 0)
     share = right / total
@@ -115,8 +117,10 @@ def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]
                 f"paired verdicts are lists of True and False; got {verdicts.dtype} values of shape "
                 f"{list(verdicts.shape)}."
             )
-    if len(base) != len(changed) or not len(base):
-        raise SettingError(f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.")
+    require(
+        len(base) == len(changed) and len(base),
+        f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.",
+    )
     lost, gained, total = int((base & ~changed).sum()), int((~base & changed).sum()), len(base)
     low, high = score_interval(np.array([lost, total - lost - gained, gained]), (-1, 0, 1))
     found = Estimate((gained - lost) / total, float(low), float(high), total, mcnemar(lost, gained))

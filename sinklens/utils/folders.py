@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 
 FolderKind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
 MARKS: dict[FolderKind, tuple[str, ...]] = {
@@ -33,8 +33,11 @@ def check_folder(folder: str | Path, kind: FolderKind) -> None:
     """
     folder = Path(folder)
     for other, marks in MARKS.items():
-        if other != kind and any(any(folder.glob(mark)) for mark in marks):
-            raise SinklensError(f"{folder} holds {other} already; choose another folder for {kind}.")
+        require(
+            other == kind or not any(any(folder.glob(mark)) for mark in marks),
+            f"{folder} holds {other} already; choose another folder for {kind}.",
+            SinklensError,
+        )
     require_writable(folder)
 
 

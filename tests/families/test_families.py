@@ -9,7 +9,7 @@ from sinklens.families import FAMILIES, SAMPLERS
 from sinklens.families.dit import DitConfig, DitForMaskedLM
 from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
 from sinklens.model.files import rename
-from sinklens.model.packing import stored_shapes
+from sinklens.model.packing import joined_shape, stored_places
 
 RECORDS = list(FAMILIES.values())
 STANDARD = [one for one in RECORDS if not (one.class_attention or one.module or one.architecture == "gpt2")]
@@ -70,6 +70,6 @@ def test_names_of_a_modulated_network_become_exactly_its_parameters(family, pref
     blocks = {f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in DIT_BLOCK.items()}
     renamed = {rename(prefix + name, family.renames): shape for name, shape in (DIT_NAMES | blocks).items()}
     shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
-    assert renamed == stored_shapes(shapes, family.fused)
+    assert renamed == {name: joined_shape(places) for name, places in stored_places(shapes, family.fused).items()}
     assert all(re.search(family.ignored, name) for name in DIT_RECOMPUTED)
     assert not any(re.search(family.ignored, name) for name in renamed)
