@@ -6,7 +6,9 @@ study's class. To write your own study, subclass `Study` and build its tables wi
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sinklens.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from sinklens.analyses.estimates.tables import difference_table, interval_table
@@ -95,9 +97,4 @@ def _in_file(path: Path) -> "type[Study]":
     return studies[0]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        import importlib
-
-        return getattr(importlib.import_module(f"sinklens.analyses.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, {name: f"sinklens.analyses.{home}" for name, home in _HOMES.items()})

@@ -4,10 +4,11 @@ To support a new architecture, add a record to `ARCHITECTURES`. Names resolve la
 and transformer_lens and transformers are imported when a tree is first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sinklens.hooks.architectures import Architecture, architecture_of
 from sinklens.hooks.names import aliases, resolve, select, table
+from sinklens.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point, Watch
@@ -32,9 +33,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _LAZY)

@@ -89,12 +89,9 @@ class Handover:
 
     def waits_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""
-        if not self._interleaver.interleaving:
-            return False
-        places = self._places(name)
-        return any(
+        return self._interleaver.interleaving and any(
             mediator.pending is not None
-            and mediator.pending.provider in places
+            and mediator.pending.provider in self._places(name)
             and mediator.pending.iteration == mediator.occurrence(mediator.pending.provider)
             for mediator in self._interleaver.mediators
         )
@@ -379,8 +376,10 @@ class BlockTracer(_CheckedTracer):
         mediator = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
         mediator.batch_group = [0, self._seen]
         root.interleaver.mediators.append(mediator)
+        batcher = _FirstRows(root)
+        batcher.total, batcher.batching = self._total, self._seen < self._total
         try:
-            root.interleave(self.carry_out, batcher=_FirstRows(root, self._seen, self._total))
+            root.interleave(self.carry_out, batcher=batcher)
         except Exception as error:  # noqa: BLE001 — reraised; only the traceback is shortened
             raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
         finally:
@@ -409,13 +408,7 @@ class RepeatedBlock(_ParsedAlone):
 class _FirstRows(Batcher):
     """Shows a trace block the first rows of each value with `total` rows, and any other value unchanged."""
 
-    def __init__(self, root: Root, seen: int, total: int) -> None:
-        super().__init__(root)
-        self.total, self._narrows = total, seen < total
-
-    @property
-    def batching(self) -> bool:
-        return self._narrows
+    batching = False
 
 
 def opens_block(method: str) -> bool:

@@ -433,14 +433,12 @@ class HookTree(ModelWeights, HookFront):
         Raises:
             SettingError: the model does not change its attention, or see `single_pass`.
         """
-        if self.changes_attention:
-            return single_pass(mode, block_start, length, self.adapter is not None)
-        if mode is None and block_start is None:
-            return PassKind()
-        raise SettingError(
-            f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
-            f"{self.hf.config.model_type} model does not. Leave them out."
-        )
+        if not self.changes_attention and not (mode is None and block_start is None):
+            raise SettingError(
+                f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
+                f"{self.hf.config.model_type} model does not. Leave them out."
+            )
+        return single_pass(mode, block_start, length, self.adapter is not None)
 
     def loss_of(
         self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None, mode: str | None = None

@@ -172,7 +172,3 @@ class WindowCache(Cache):
         cos, sin = base.rotary_emb(raw, position_ids=(self._real.long().cumsum(-1) - 1).clamp(min=0))
         rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
         return rotate(keys, keys, cos, sin)[1]
-
-    def keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:
-        """The rotated keys of all columns after the last pass; not to be changed."""
-        return self._keys[layer]

@@ -22,7 +22,6 @@ import sinklens
 from sinklens.errors import PromptWarning
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads
-from sinklens.sampling import Evict
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -173,9 +172,9 @@ def draw_replay() -> None:
 
 def draw_policies() -> None:
     """Fresh, stale and hidden keys of layer 1, by step and position, in runs with three blocks of 8."""
-    policies = ("prefix", "dual", "delayed", "keep-sinks:4", "refresh:4", Evict(keep=0.5))
-    names = ("PrefixCache()", "DualCache()", "DelayedCache()", "KeepSinks(k=4)", "Refresh(every=4)", "Evict(keep=0.5)")
-    picture = Picture(760, 330, "Fresh, stale and hidden keys by step and position, under six cache policies")
+    policies = ("prefix", "dual", "delayed", "keep-sinks:4", "refresh:4")
+    names = ("PrefixCache()", "DualCache()", "DelayedCache()", "KeepSinks(k=4)", "Refresh(every=4)")
+    picture = Picture(760, 330, "Fresh, stale and hidden keys by step and position, under five cache policies")
     for number, (policy, name) in enumerate(zip(policies, names, strict=True)):
         run = sinklens.generate("tiny-llada", PROMPT, cache=policy, block_length=8)
         fresh, age = (run.sinks[key][0].isel(layer=1).to_numpy() for key in ("fresh", "staleness"))

@@ -172,30 +172,13 @@ assert answers.loc[stale, "tokens changed"].max() < answers.loc["only sinks left
 #         --out cached/
 #     sinklens table cached/
 #
-# ## Exercises
+# ## Exercise
 #
-# 1. `Evict(keep=...)` ranks keys by another criterion than a detector does, and hides the lowest. Choose `keep` so that
-#    it hides about as many keys as `only sinks left`. Which of the two costs more?
+# `Refresh(every=n)` computes everything again after `n` steps. How does the cost depend on `n`?
 #
-# 2. `Refresh(every=n)` computes everything again after `n` steps. How does the cost depend on `n`?
+# ## Solution
 #
-# ## Solutions
-#
-# **1.** Eviction begins one step later in each block, so `keep=0.05` still hides fewer keys. On these prompts it costs
-# about as much as `only sinks left`.
-
-# %%
-from sinklens.sampling import Evict
-
-matched = {keep: effect(model, prompts, cache=Evict(keep=keep), block_length=8) for keep in (0.05, 0.2)}
-for keep, cost in matched.items():
-    track = cost.replayed.sinks
-    share = float((track["staleness"] < 0).where(track["is_real"]).mean())
-    print(f"Evict(keep={keep}): {share:.3f} of keys hidden, {float(cost.under_replay['kl'].mean()):.2g} nats")
-print(f"only sinks left: {hidden['only sinks left']:.3f} of keys hidden, {kl['only sinks left']:.2g} nats")
-
-# %% [markdown]
-# **2.** With `every=2` no key is older than one step, and the KL divergence is smaller than under `DualCache` alone.
+# With `every=2` no key is older than one step, and the KL divergence is smaller than under `DualCache` alone.
 
 # %%
 from sinklens.sampling import Refresh

@@ -185,11 +185,6 @@ def _blocks(
                         part if part.shape[1] == 1 else part[:, rows], alpha=unit
                     )  # added in float32, as the scores
                 if causal:
-                    scores.masked_fill_(~_visible(begin, scores.shape[1], queries, keys, query.device), -torch.inf)
+                    last = torch.arange(begin, begin + scores.shape[1], device=query.device) + keys - queries
+                    scores.masked_fill_(torch.arange(keys, device=query.device) > last[:, None], -torch.inf)
                 yield ScoreBlock(row, head, rows, scores)
-
-
-def _visible(start: int, rows: int, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Which keys the `rows` queries from `start` on may see under causal attention."""
-    last = torch.arange(start, start + rows, device=device) + keys - queries
-    return torch.arange(keys, device=device)[None, :] <= last[:, None]

@@ -68,7 +68,11 @@ def attend(
     if query.shape[2] == 1:
         return None  # a cached step; PyTorch packs its heads, which rounds differently
     if query.device.type == "cpu" and "cpu" not in FUSED_DEVICES:
-        return _on_cpu(FusedInputs(query, key, value, _spread(additive, query, key), causal, scale))
+        return Attended(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, causal, attn_mask=_spread(additive, query, key), scale=scale
+            )
+        )
     if (
         query.device.type not in FUSED_DEVICES
         or query.shape[-1] % ALIGNED
@@ -94,13 +98,6 @@ def choice(given: FusedInputs) -> SDPBackend:
         scale=given.scale,
     )  # fmt: skip
     return SDPBackend(number)
-
-
-def _on_cpu(given: FusedInputs) -> Attended:
-    mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        given.query, given.key, given.value, 0.0, given.causal, attn_mask=given.mask, scale=given.scale
-    )
-    return Attended(mixed, lse)
 
 
 def _flash(given: FusedInputs) -> tuple[Tensor, Tensor]:

@@ -12,26 +12,13 @@ Limitation: a probe uses small tensors only. ``make gpu`` tests longer ones.
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-class ProbeResult(NamedTuple):
-    """Result of a probe.
-
-    Attributes:
-        passed: the route may be used.
-        reason: why it may not be used; empty if it passed.
-    """
-
-    passed: bool
-    reason: str = ""
-
-
-VERDICTS: dict[tuple[Hashable, ...], ProbeResult] = {}
+VERDICTS: dict[tuple[Hashable, ...], str] = {}
+"""Why a route may not be used at a place; empty if it passed its probe."""
 
 
 def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) -> bool:
@@ -43,25 +30,25 @@ def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) 
     key = (route, *place)
     if key not in VERDICTS:
         VERDICTS[key] = _verdict(probe)
-        if not VERDICTS[key].passed:
+        if VERDICTS[key]:
             warnings.warn(
                 f"{route} cannot be used on {', '.join(map(str, place))}; the plain version is used instead, which is "
-                f"slower and gives the same results ({VERDICTS[key].reason})",
+                f"slower and gives the same results ({VERDICTS[key]})",
                 RuntimeWarning,
                 stacklevel=3,
             )
-    return VERDICTS[key].passed
+    return not VERDICTS[key]
 
 
-def _verdict(probe: Callable[[], None]) -> ProbeResult:
+def _verdict(probe: Callable[[], None]) -> str:
     try:
         with torch.no_grad():
             probe()
     except torch.OutOfMemoryError:
         raise  # not evidence against the route
     except Exception as error:  # noqa: BLE001 — compilers, drivers and comparisons raise many kinds; the warning names it
-        return ProbeResult(False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return ProbeResult(True)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ""
 
 
 def numbers(*shape: int, like: Tensor, seed: int = 0) -> Tensor:

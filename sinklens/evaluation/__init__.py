@@ -7,7 +7,9 @@
 re-exported here, because importing it needs the extra ``lm-eval``.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sinklens.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
@@ -51,10 +53,4 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"sinklens.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, {name: f"sinklens.{module}" for module, names in _MODULES.items() for name in names})

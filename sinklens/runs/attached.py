@@ -5,7 +5,7 @@ rows alone.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -21,17 +21,14 @@ from sinklens.runs.intervention import HookFunction
 @contextmanager
 def attached(tree: HookTree, pairs: Sequence[tuple[str, HookFunction]], rows: int, guided: bool) -> Iterator[None]:
     """Attach (point, function) pairs for a batch of `rows`; on exit, restore the model."""
-    handles = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(setattr, tree.watch, "forward_pass", ForwardPass())
         for name, function in pairs:
             point: Point = tree.hook_dict[name]  # type: ignore[assignment]
-            handles.append((point, point.add_hook(_checked(function, rows, guided))))
+            handle = point.add_hook(_checked(function, rows, guided))
+            undo.callback(point.fwd_hooks.remove, handle)
+            undo.callback(handle.hook.remove)
         yield
-    finally:
-        for point, handle in handles:
-            handle.hook.remove()
-            point.fwd_hooks.remove(handle)
-        tree.watch.forward_pass = ForwardPass()
 
 
 def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:

@@ -41,15 +41,12 @@ class ControlCount:
     Attributes:
         label: the intervention and its control, for messages.
         rows: the rows of the run that the intervention changes.
-        requested, picked: number of keys by row.
-        short: number of heads and steps with too few control keys, by row.
+        sums: by row, the number of keys requested and picked, and of heads and steps with too few control keys.
     """
 
     label: str
     rows: slice
-    requested: Tensor | int = 0
-    picked: Tensor | int = 0
-    short: Tensor | int = 0
+    sums: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long))
 
     def add(
         self,
@@ -63,9 +60,7 @@ class ControlCount:
             requested, picked: number of keys.
             short: heads with too few control keys.
         """
-        self.requested = self.requested + requested.sum(dim=1)
-        self.picked = self.picked + picked.sum(dim=1)
-        self.short = self.short + short.sum(dim=1)
+        self.sums = self.sums + torch.stack([part.sum(dim=1) for part in (requested, picked, short)])
 
 
 @dataclass
@@ -92,11 +87,10 @@ class ControlLog:
         """The sums over all rules by row; None if the run has no control."""
         if not self.counts:
             return None
-        requested, picked = torch.zeros(2, batch, dtype=torch.long)
+        sums = torch.zeros(3, batch, dtype=torch.long)
         for count in self.counts:
-            requested[count.rows] += torch.as_tensor(count.requested).cpu()
-            picked[count.rows] += torch.as_tensor(count.picked).cpu()
-        return ControlKeys(requested, picked)
+            sums[:, count.rows] += count.sums.cpu()
+        return ControlKeys(*sums[:2])
 
     def report(self, refuse: bool = True) -> None:
         """Warn of controls with too few keys, and refuse those without any.
@@ -108,9 +102,7 @@ class ControlLog:
             SettingError: keys to control for were found, and no control key at any step of any row.
         """
         for count in self.counts:
-            requested, picked, short = (
-                int(torch.as_tensor(one).sum()) for one in (count.requested, count.picked, count.short)
-            )
+            requested, picked, short = torch.atleast_2d(count.sums.cpu()).expand(3, -1).sum(dim=1).tolist()
             empty = requested > 0 and picked == 0
             if empty and refuse:
                 raise SettingError(

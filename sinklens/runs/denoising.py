@@ -280,20 +280,14 @@ class Denoising:
         real = self.state.real.cpu().numpy()
         self._recorder.store.describe(self._provenance() | words, {"is_real": real, **run_arrays})
 
-    @property
-    def _block_length(self) -> int:
-        """Positions per block of a run whose attention follows its blocks; 0 for other runs."""
-        if self.model.tree.changes_attention and not self.settings.left_to_right:
-            return self.settings.positions_per_block
-        return self.model.block_length or 0
-
     def _provenance(self) -> dict[str, Any]:
+        varies = self.model.tree.changes_attention and not self.settings.left_to_right
         return {
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
             "causal": int(self.settings.left_to_right),
-            "block_length": self._block_length,
+            "block_length": self.settings.positions_per_block if varies else self.model.block_length or 0,
             "attention": normalizer_name(self.model.config),
             "sampler": self.settings.name,
             "settings": self._settings_text(),

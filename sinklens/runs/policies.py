@@ -5,7 +5,6 @@ Pitfall: what a policy reads is measured in the step before; step 0 has no step 
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -74,12 +73,8 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
 
 
 def read_by_policy(keys: KeyCache | None) -> list[tuple[Any, Callable[[Tensor], None]]]:
-    """The points whose scores and queries a policy reads, and the functions that collect them."""
-    if not isinstance(keys, PolicyCache):
+    """The points whose scores a policy reads, and the functions that collect them."""
+    if not isinstance(keys, PolicyCache) or not keys.policy.reads_scores:
         return []
-    read = {"hook_sink_scores": "scores"} if keys.policy.reads_scores else {}
-    read |= {"hook_rot_q": "queries"} if keys.policy.reads_queries else {}
-    return [
-        (keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"], partial(keys.see, what, layer))
-        for layer, (name, what) in product(range(keys.layers), read.items())
-    ]
+    points = keys.tree.hook_dict
+    return [(points[f"blocks.{n}.attn.hook_sink_scores"], partial(keys.see, n)) for n in range(keys.layers)]

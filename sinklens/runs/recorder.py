@@ -229,11 +229,6 @@ def _of_all_queries(rows: Float[Tensor, "batch head window key"], forward_pass: 
     return found.masked_fill(~forward_pass.computed.to(rows.device)[:, None, :, None], torch.nan)
 
 
-def not_bidirectional(tree: "HookTree") -> bool:
-    """Whether some passes of a run compute only some of the queries, or let them see only some of the keys."""
-    return tree.causal or bool(tree.architecture.encoder) or tree.attention_blocks is not None or tree.changes_attention
-
-
 def _chosen_queries(
     queries: Any, tree: "HookTree", real: Bool[Tensor, "batch pos"], partial: bool
 ) -> Bool[Tensor, "batch step pos"]:
@@ -242,7 +237,8 @@ def _chosen_queries(
     Raises:
         SettingError: they do not fit the run, or a step does not compute every query.
     """
-    if partial or not_bidirectional(tree):
+    bidirectional = not (tree.causal or tree.architecture.encoder or tree.attention_blocks or tree.changes_attention)
+    if partial or not bidirectional:
         raise SettingError(
             "queries= is for bidirectional models without a cache policy, whose steps compute every query; leave it "
             "out."

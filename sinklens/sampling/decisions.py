@@ -200,19 +200,14 @@ def margin(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
     return best[:, 0] - best[:, 1]
 
 
-def negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:
-    """Σ_v p_v log(p_v + 1e-10) in nats, at most 0."""
-    return (probs * torch.log(probs + 1e-10)).sum(dim=-1)
-
-
 def dream_confidence(
     alg: str, probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
 ) -> Float[Tensor, " masked"]:
-    """Confidence of Dream's samplers: "topk_margin", "entropy", or, for any other `alg`, the probability."""
+    """Confidence of Dream's samplers by `alg`: margin, negative entropy in nats, or, for any other, the probability."""
     if alg == "topk_margin":
         return margin(probs)
     if alg == "entropy":
-        return negative_entropy(probs)
+        return (probs * torch.log(probs + 1e-10)).sum(dim=-1)  # at most 0
     return probability(probs, candidates)
 
 

@@ -65,9 +65,6 @@ class History:
         decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
             prompt's tokens were there before step 0.
         scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
-        queries: mean rotated query of the block in the step before, by layer; None as for `scores`, and unless
-            `Policy.reads_queries`.
-        keys: layer -> rotated keys that are cached, [batch, kv_head, pos, d_head].
         shift: whether logits at i predict the token at i + 1.
     """
 
@@ -81,8 +78,6 @@ class History:
     gone: Bool[Tensor, "batch layer pos"]
     decided: Int[Tensor, "batch pos"]
     scores: Float[Tensor, "batch layer head pos"] | None
-    queries: Float[Tensor, "batch layer head d_head"] | None
-    keys: Callable[[int], Float[Tensor, "batch kv_head pos d_head"]]
     shift: bool
 
     @property
@@ -102,11 +97,10 @@ class Policy(ABC):
     """Decides before each step which keys are computed, reused or hidden; see `sinklens.sampling`.
 
     Attributes:
-        reads_scores, reads_queries: whether `plan` uses these fields of `History`, which cost time.
+        reads_scores: whether `plan` uses `History.scores`, which cost time.
     """
 
     reads_scores: bool = False
-    reads_queries: bool = False
 
     @abstractmethod
     def plan(self, history: History) -> Tensor:
@@ -243,7 +237,7 @@ class PolicyCache(KeyCache):
         self._canvas: Tensor | None = None  # of the step before
         self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
         self.fresh = self.gone = self._hidden = torch.zeros(shape, dtype=torch.bool, device=real.device)
-        self._seen: dict[str, Tensor] = {}  # `History.scores` and `queries` of the current step
+        self._scores: Tensor | None = None  # of the current step
 
     @property
     def computed(self) -> Bool[Tensor, "batch pos"]:
@@ -300,8 +294,7 @@ class PolicyCache(KeyCache):
         age = torch.where(self._computed >= 0, self._step - self._computed, -1)
         return History(
             self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self._hidden,
-            torch.where(undecided, -1, self._step - self._written), self._seen.get("scores"), self._seen.get("queries"),
-            self.store.keys, self._shift,
+            torch.where(undecided, -1, self._step - self._written), self._scores, self._shift,
         )  # fmt: skip
 
     def _checked(self, plan: object) -> Int[Tensor, "batch layer pos"]:
@@ -334,14 +327,11 @@ class PolicyCache(KeyCache):
         self._computed.masked_fill_(self.fresh, self._step)
         return hidden
 
-    def see(self, what: str, layer: int, value: Float[Tensor, "batch *shape"]) -> None:
-        """Keep the sink scores of a layer in the current step, or the mean of the block's rotated queries."""
-        if what == "queries":
-            columns = slice(max(0, self.block.start - self.window.start), self.block.stop - self.window.start)
-            value = value[:, columns].float().mean(dim=1)
-        if what not in self._seen:
-            self._seen[what] = torch.zeros(len(value), self.layers, *value.shape[1:], device=value.device)
-        self._seen[what][:, layer] = value
+    def see(self, layer: int, scores: Float[Tensor, "batch head pos"]) -> None:
+        """Keep the sink scores of a layer in the current step."""
+        if self._scores is None:
+            self._scores = scores.new_zeros(len(scores), self.layers, *scores.shape[1:])
+        self._scores[:, layer] = scores
 
     def staleness(self) -> Int[Tensor, "batch layer pos"]:
         """Steps since each used key was computed, 0 for fresh ones; -1 for hidden keys and padding."""

@@ -20,15 +20,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.track import build_track
-from sinklens.utils.arguments import Count, Share, Words, check_arguments, read_as
+from sinklens.utils.arguments import Count, Words, check_arguments, read_as
 
 CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.sampling.DualCache() or its name, 'dual',")]
 
@@ -104,63 +103,6 @@ class DelayedCache(Policy):
 
 
 @dataclass(frozen=True)
-class Evict(Policy):
-    """Hide all but the best share of the positions outside the block, from its third step on.
-
-    Sparse-dLLM's eviction (Song et al., 2508.02558; OpenMOSS/Sparse-dLLM). The first two steps of a block compute
-    everything. Then each layer ranks the positions outside the block and keeps the best until the next complete step;
-    the block itself is computed in every step. The published rank of a position is the mean over heads of (mean rotated
-    query of the block) · (its rotated key), unscaled and without softmax, then the maximum over it and its neighbors.
-
-    What it approximates: the block no longer sees the hidden positions, and the kept ones are stale. Hidden keys are
-    masked, not removed, so that a map keeps one column per position; they still take up memory.
-
-    Attributes:
-        keep: share of these positions that each layer keeps, rounded down; from 0 to 1.
-    """
-
-    keep: Share = 0.5
-    reads_queries: bool = field(default=True, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_arguments(self)
-
-    def plan(self, history: History) -> Int[Tensor, "batch layer pos"]:
-        """Everything fresh in two steps; then the block fresh, the best others stale, the rest gone.
-
-        The best are chosen after a complete step.
-        """
-        if history.step_in_block < 2:
-            return torch.full_like(history.age, int(Keys.FRESH))
-        chosen = history.complete[:, :, None]
-        kept = torch.where(chosen, self._kept(history), ~history.gone) if bool(chosen.any()) else ~history.gone
-        plan = torch.where(kept, int(Keys.STALE), int(Keys.GONE))
-        return torch.where(history.in_block, int(Keys.FRESH), plan)
-
-    def _kept(self, history: History) -> Tensor:
-        """True at the best positions outside the block, [batch, layer, pos]."""
-        outside = ~history.in_block
-        ranked = self._importance(history).masked_fill(~history.real[:, None], -torch.inf)[:, :, outside]
-        # the positions before and after the block are neighbors, as in the published code
-        ranked = max_pool1d(ranked.flatten(0, 1), 3, stride=1, padding=1).view_as(ranked)
-        ranked = ranked.masked_fill(~history.real[:, None, outside], -torch.inf)
-        order = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        counts = (history.real[:, outside].sum(dim=1) * self.keep).long()
-        kept = torch.zeros_like(history.age, dtype=torch.bool)
-        kept[:, :, outside] = order < counts[:, None, None]
-        return kept
-
-    def _importance(self, history: History) -> Float[Tensor, "batch layer pos"]:
-        assert history.queries is not None
-        layers = []
-        for layer in range(history.age.shape[1]):
-            query, key = history.queries[:, layer], history.keys(layer).float()
-            grouped = query.unflatten(1, (key.shape[1], -1)).mean(dim=2)  # heads that share keys
-            layers.append(torch.einsum("bhd,bhpd->bp", grouped, key) / key.shape[1])
-        return torch.stack(layers, dim=1)
-
-
-@dataclass(frozen=True)
 class Refresh(Policy):
     """Compute everything every `every` steps of a block; another policy decides in between.
 
@@ -175,7 +117,6 @@ class Refresh(Policy):
     def __post_init__(self) -> None:
         check_arguments(self)
         object.__setattr__(self, "reads_scores", self.within.reads_scores)
-        object.__setattr__(self, "reads_queries", self.within.reads_queries)
 
     def plan(self, history: History) -> Tensor:
         """The inner plan, or everything."""
@@ -302,7 +243,6 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "dual": DualCache,
     "delayed": DelayedCache,
     "refresh": lambda every=8: Refresh(every=every),
-    "evict": Evict,
     "keep-sinks": lambda k=None: KeepSinks(k=k),
     "drop-sinks": lambda k=None: ~KeepSinks(k=k, others="gone"),
 }

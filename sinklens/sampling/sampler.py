@@ -68,11 +68,9 @@ class Sampler(ABC):
         """Complete the docstring by the settings that are inherited, so that `help` lists all of them."""
         super().__init_subclass__(**more)
         own, text = meanings(cls.__doc__), inspect.cleandoc(cls.__doc__ or cls.__name__)
-        inherited: dict[str, str] = {}
-        for base in reversed(cls.__mro__[1:]):
-            inherited |= meanings(base.__doc__)
-        entries = [f"{name}: {meaning}" for name, meaning in inherited.items() if name not in own]
-        lines = [fill(entry, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
+        bases = [meanings(base.__doc__).items() for base in reversed(cls.__mro__[1:])]
+        inherited = {name: f"{name}: {meaning}" for base in bases for name, meaning in base if name not in own}
+        lines = [fill(one, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in inherited.values()]
         cls.__doc__ = "\n".join([text, *(() if own else ("", "Attributes:")), *lines])
 
     def __post_init__(self) -> None:

@@ -1,6 +1,8 @@
 """Attention sinks: recording a run, sink tracks, detectors, and measures of where sinks are."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sinklens.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from sinklens.sinks.detectors import (
@@ -22,22 +24,22 @@ if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack, build_track
 
 _HOMES = {
-    "Broadcast": "detectors",
-    "Detector": "detectors",
-    "EpsilonOverMean": "detectors",
-    "MeanPlusStd": "detectors",
-    "NoOp": "detectors",
-    "Quantity": "quantities",
-    "Record": "record",
-    "ResidualPeak": "detectors",
-    "SinkRate": "detectors",
-    "SinkTrack": "track",
-    "SmallValueNorm": "detectors",
-    "StrongestKeys": "strongest",
-    "TopK": "detectors",
-    "build_track": "track",
-    "everywhere": "detectors",
-    "over_others": "detectors",
+    "Broadcast": "sinklens.sinks.detectors",
+    "Detector": "sinklens.sinks.detectors",
+    "EpsilonOverMean": "sinklens.sinks.detectors",
+    "MeanPlusStd": "sinklens.sinks.detectors",
+    "NoOp": "sinklens.sinks.detectors",
+    "Quantity": "sinklens.sinks.quantities",
+    "Record": "sinklens.sinks.record",
+    "ResidualPeak": "sinklens.sinks.detectors",
+    "SinkRate": "sinklens.sinks.detectors",
+    "SinkTrack": "sinklens.sinks.track",
+    "SmallValueNorm": "sinklens.sinks.detectors",
+    "StrongestKeys": "sinklens.sinks.strongest",
+    "TopK": "sinklens.sinks.detectors",
+    "build_track": "sinklens.sinks.track",
+    "everywhere": "sinklens.sinks.detectors",
+    "over_others": "sinklens.sinks.detectors",
 }
 
 __all__ = [
@@ -60,9 +62,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        import importlib
-
-        return getattr(importlib.import_module(f"sinklens.sinks.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOMES)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.data import TrackData, Unit
@@ -16,7 +16,6 @@ from sinklens.sinks.labels import UNITS, short, token_labels, token_ticks, wrapp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.ticker import Locator
 
 MARKS = "dots: strongest key; dotted: end of prompt"
@@ -50,6 +49,8 @@ def sink_map(
         steps: steps to show.
         tokens: ids that label the positions; by default those that entered the last step.
     """
+    from matplotlib import colormaps
+
     track.require(layer=layer, head=head, batch=batch)
     if not len(range(track.steps)[steps]):
         raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
@@ -57,15 +58,20 @@ def sink_map(
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
     values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
-    ax = axes_or_new(ax)
-    image = ax.imshow(values, aspect="auto", cmap=dark_colors(), interpolation="nearest", vmin=0)
+    known, labels = np.nan_to_num(values, nan=0.0), token_labels(track, batch, tokens)
+    strongest = np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
+    row = f"row {int(track.data['batch'][batch])}, " if track.data.sizes["batch"] > 1 else ""
+    ax, dark = axes_or_new(ax), colormaps["magma"].with_extremes(bad="0.85")  # gray for missing values
+    image = ax.imshow(values, aspect="auto", cmap=dark, interpolation="nearest", vmin=0)
     ax.plot(
-        _strongest(values), np.arange(len(values)), "o", label="strongest key",
+        strongest, np.arange(len(values)), "o", label="strongest key",
         color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
     )  # fmt: skip
     ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
-    ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=title_of(track, layer, head, batch))
-    _name_positions(ax, track, batch, tokens, _highest(values))
+    ax.set(ylabel="step", title=f"{model_name(track)}: {row}{layer_and_head(track, layer, head)}")
+    ax.set_xlabel(f"{'token at each position' if track.vocabulary else 'position'} ({MARKS})")
+    if track.vocabulary:
+        token_ticks(ax.xaxis, labels, known.max(axis=0).astype(np.float64))
     ax.yaxis.set_major_locator(integer_steps())
     ax.yaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
     ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
@@ -75,12 +81,6 @@ def sink_map(
 def number_at(numbers: Sequence[int], place: float | int) -> str:
     """The run's step number at a place on the axis; empty between steps. A part of a track keeps the run's numbers."""
     return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
-
-
-def title_of(track: TrackData, layer: int | None, head: int | None, batch: int) -> str:
-    """Model, row if there are several, layer and head."""
-    rows = [f"row {int(track.data['batch'][batch])}"] if track.data.sizes["batch"] > 1 else []
-    return f"{model_name(track)}: {', '.join([*rows, layer_and_head(track, layer, head)])}"
 
 
 def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str:
@@ -97,35 +97,8 @@ def model_name(track: TrackData) -> str:
     return short(str(track.data.attrs.get("model", "")))
 
 
-def dark_colors() -> "Colormap":
-    """Colors from dark to light; gray for missing values."""
-    from matplotlib import colormaps
-
-    return colormaps["magma"].with_extremes(bad="0.85")
-
-
 def integer_steps() -> "Locator":
     """Ticks at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
-
-
-def _name_positions(
-    ax: "Axes", track: TrackData, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
-) -> None:
-    labels = token_labels(track, batch, tokens)  # also checks the tokens
-    if not track.vocabulary:
-        return
-    token_ticks(ax.xaxis, labels, weight)
-    ax.set_xlabel(f"token at each position ({MARKS})")
-
-
-def _strongest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " step"]:
-    """Position of the largest value of each step; NaN where nothing is above 0."""
-    known = np.nan_to_num(values, nan=0.0)
-    return np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
-
-
-def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]:
-    return np.nan_to_num(values, nan=0.0).max(axis=0).astype(np.float64)

@@ -10,6 +10,7 @@ where its error cannot be caught.
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,23 +153,15 @@ def _unfinished(data: xr.Dataset) -> xr.Dataset:
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     if not parts:
         raise TrackError("there are no tracks to concatenate; pass at least one.")
-    first = parts[0]
     for part in parts[1:]:
-        for name in SAME:
-            if part.attrs.get(name) != first.attrs.get(name):
+        steps = min(part.sizes["step"], parts[0].sizes["step"])
+        first, other = _common(parts[0], steps), _common(part, steps)
+        for name in first:
+            if first[name] != other[name]:
                 raise TrackError(
-                    f"concatenated tracks must share one model and its settings; {name} is {first.attrs.get(name)!r} "
-                    f"in the first and {part.attrs.get(name)!r} in another. Keep them separate."
+                    f"concatenated tracks must have the same {name}; the first has {first[name]!r} and another "
+                    f"{other[name]!r}. Keep them separate, cut them alike, or concatenate before cutting."
                 )
-        if set(part.data_vars) != set(first.data_vars):
-            differing = ", ".join(sorted(str(name) for name in set(part.data_vars) ^ set(first.data_vars)))
-            raise TrackError(f"concatenated tracks must hold the same quantities; only some of these hold {differing}.")
-        _refuse_other_places(part, first)
-    answers = {part.sizes["pos"] - int(part.attrs["prompt_length"]) for part in parts}
-    if len(answers) > 1:
-        raise TrackError(
-            f"concatenated tracks must have answers of one length; these have {sorted(answers)} positions."
-        )
     steps, length = (max(part.sizes[axis] for part in parts) for axis in ("step", "pos"))
     padded = [_padded(part, length - part.sizes["pos"], steps - part.sizes["step"]) for part in parts]
     together = xr.concat(padded, dim="batch", join="exact", combine_attrs="drop")
@@ -177,16 +170,15 @@ def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     return together.assign_coords(kept).assign_attrs(_shared_attrs(parts, length))
 
 
-def _refuse_other_places(part: xr.Dataset, first: xr.Dataset) -> None:
-    """Reject parts cut with `SinkTrack.isel` that do not hold the same layers, heads and steps."""
-    for axis in ("step", "layer", "head"):
-        numbers = [data[axis].to_numpy().tolist() for data in (first, part)]
-        common = min(map(len, numbers)) if axis == "step" else None
-        if numbers[0][:common] != numbers[1][:common]:
-            raise TrackError(
-                f"concatenated tracks must hold the same layers, heads and steps; {axis}s are {numbers[0]} in the "
-                f"first and {numbers[1]} in another. Cut them alike, or concatenate before cutting."
-            )
+def _common(part: xr.Dataset, steps: int) -> dict[str, Any]:
+    """What the parts of a concatenated track share; of the steps, the first `steps`."""
+    return {
+        **{name: part.attrs.get(name) for name in SAME},
+        "answer length": part.sizes["pos"] - int(part.attrs["prompt_length"]),
+        "quantities": sorted(map(str, part.data_vars)),
+        **{f"{axis}s": part[axis].to_numpy().tolist() for axis in ("layer", "head")},
+        "steps": part["step"].to_numpy().tolist()[:steps],
+    }
 
 
 def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
@@ -198,9 +190,8 @@ def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
 
 
 def _shared_attrs(parts: Sequence[xr.Dataset], length: int) -> dict[str, object]:
-    vocabulary: dict[str, str] = {}
-    for part in parts:
-        vocabulary |= json.loads(part.attrs.get("vocabulary", "{}"))
+    texts = (json.loads(part.attrs.get("vocabulary", "{}")).items() for part in parts)
+    vocabulary = dict(chain.from_iterable(texts))
     seeds = {int(seed) for part in parts for seed in np.ravel(part.attrs.get("seed", []))}
     answer = parts[0].sizes["pos"] - int(parts[0].attrs["prompt_length"])
     shared = parts[0].attrs | {"prompt_length": length - answer, "vocabulary": json.dumps(vocabulary)}

@@ -286,21 +286,16 @@ def _coded(codes: np.ndarray) -> xr.DataArray:
     return xr.DataArray(codes.astype(np.int8), dims=("batch", "step", "pos"))
 
 
-def _names(enum: type[IntEnum]) -> list[str]:
-    return [code.name.lower() for code in enum if code >= 0]
-
-
 def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
     """Codes [batch, step, pos] of the kind or state of every place, −1 where missing, and the names of 0, 1, …
 
     Raises:
         TrackError: an unknown `by`; or see `token_kinds`.
     """
-    if by == "kind":
-        return kinds(track).to_numpy(), _names(Kind)
-    if by == "state":
-        return states(track).to_numpy(), _names(PlaceState)
-    raise TrackError(f"by must be 'kind' or 'state'; got {by!r}.")
+    if by not in ("kind", "state"):
+        raise TrackError(f"by must be 'kind' or 'state'; got {by!r}.")
+    codes, enum = (kinds(track), Kind) if by == "kind" else (states(track), PlaceState)
+    return codes.to_numpy(), [code.name.lower() for code in enum if code >= 0]
 
 
 def _per_set(values: np.ndarray, codes: np.ndarray, count: int) -> np.ndarray:

@@ -218,7 +218,10 @@ def centroid(
     """
     measured = _pool(track) if pooled else track
     found = measured.detect(MeanPlusStd() if pooled and detector is None else detector)
-    return _without_heads(_centroid_of(_scores(measured), found), pooled)
+    mass = _scores(measured).where(found).fillna(0)
+    moment = np.einsum("...j,j->...", mass.to_numpy(), mass["pos"].to_numpy(), dtype=np.float64)
+    total = mass.sum("pos", dtype=np.float64)
+    return _without_heads(total.copy(data=moment) / total, pooled)
 
 
 def temporal_variance(
@@ -329,14 +332,6 @@ def _pool(track: SinkTrack) -> SinkTrack:
     """A track of one layer and one head whose scores are the mean over all."""
     score = track.scores().mean(HEADS).expand_dims(HEADS, axis=(2, 3))
     return SinkTrack(track.data.drop_dims(HEADS).assign(score=score))
-
-
-def _centroid_of(mass: xr.DataArray, found: xr.DataArray) -> xr.DataArray:
-    """Mean position of the sinks `found`, weighted by their mass; NaN where there are none."""
-    mass = mass.where(found).fillna(0)
-    moment = np.einsum("...j,j->...", mass.to_numpy(), mass["pos"].to_numpy(), dtype=np.float64)
-    total = mass.sum("pos", dtype=np.float64)
-    return total.copy(data=moment) / total
 
 
 def _without_heads(value: xr.DataArray, pooled: bool) -> xr.DataArray:

@@ -9,7 +9,7 @@ from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
-from sinklens.sampling import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
+from sinklens.sampling import DelayedCache, DualCache, KeepSinks, NoCache, Policy, Refresh
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_one_intervention_may_stand_for_a_list_and_a_control_is_part_of_the_desc
 
 
 def test_every_condition_is_exact_and_under_each_cache_policy():
-    found = under_caches(masking([1]), ["dual", "none", KeepSinks(k=4), Evict(keep=0.25), DelayedCache(4)])
+    found = under_caches(masking([1]), ["dual", "none", KeepSinks(k=4), Refresh(every=2), DelayedCache(4)])
     assert [(one.name, one.cache) for one in found[:4]] == [
         ("unmasked", None), ("1 sink", None), ("cache dual", DualCache()), ("1 sink, cache dual", DualCache()),
     ]  # fmt: skip
-    assert [one.name for one in found[4::2]] == ["cache keep-sinks:4", "cache evict:0.25", "cache delayed:4"]
+    assert [one.name for one in found[4::2]] == ["cache keep-sinks:4", "cache refresh:2", "cache delayed:4"]
     assert found[3].hooks == found[1].hooks
     assert under_caches([UNMASKED], "dual") == [UNMASKED, Condition("cache dual", masked=0, cache=DualCache())]
     assert under_caches([UNMASKED], NoCache()) == [UNMASKED]

@@ -15,7 +15,7 @@ from sinklens.evaluation import masking
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.units import Batch, Job
 from sinklens.interventions import MaskSinks
-from sinklens.sampling import Evict
+from sinklens.sampling import Refresh
 from sinklens.tasks import held_out
 from sinklens.tasks.base import cut
 from sinklens.tasks.gsm8k import Gsm8k
@@ -277,14 +277,14 @@ def gsm8k(shared, tmp_path, style, shots):
 
 def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
     prompt = held_out(1)[0].prompt
-    model = SinklensLM("tiny-llada", cache="evict:0.1", steps=6)
+    model = SinklensLM("tiny-llada", cache="refresh:3", steps=6)
     request = Instance("generate_until", {}, (prompt, {"until": []}), 0)
-    run = sinklens.generate(model.model, prompt, cache=Evict(keep=0.1), steps=6)
+    run = sinklens.generate(model.model, prompt, cache=Refresh(every=3), steps=6)
     seen = []
     model.hooks = [("blocks.0.attn.hook_fresh", lambda fresh, hook: seen.append(int(fresh.sum())))]
     assert model.generate_until([request], disable_tqdm=True) == [run.text]
     assert seen == run.sinks["fresh"].isel(layer=0).sum(("batch", "pos")).to_numpy().tolist()
-    assert model.get_model_info()["cache"] == repr(Evict(keep=0.1))
+    assert model.get_model_info()["cache"] == repr(Refresh(every=3))
     with pytest.raises(SettingError, match="DualCache is for bidirectional models"):
         SinklensLM("tiny-llama", cache="dual")
 

@@ -96,7 +96,7 @@ def test_a_gpu_operator_is_used_after_it_has_agreed(like_a_gpu):
     found = attend(query, key, value, additive, False, SCALE)
     expected = fused.explicit(FusedInputs(query, key, value, additive, False, SCALE))
     torch.testing.assert_close(found.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
-    assert [verdict.passed for verdict in trust.VERDICTS.values()] == [True]
+    assert list(trust.VERDICTS.values()) == [""]
 
 
 def test_an_operator_that_disagrees_is_not_used_and_sink_scores_stay_correct(like_a_gpu):
@@ -109,7 +109,7 @@ def test_an_operator_that_disagrees_is_not_used_and_sink_scores_stay_correct(lik
     ):
         found = model.run_with_cache(ids, names_filter=scores)[1][scores]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert [verdict.passed for verdict in trust.VERDICTS.values()] == [False]
+    assert list(map(bool, trust.VERDICTS.values())) == [True]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from sinklens.interventions import AblateHeads, AblateValues, MaskSinks
 from sinklens.sampling import (
     DelayedCache,
     DualCache,
-    Evict,
     History,
     KeepSinks,
     Keys,
@@ -60,7 +59,7 @@ class Returns(Policy):
 EVERYTHING = Returns(torch.ones(1, dtype=torch.bool))
 POLICIES = [
     PrefixCache(), DualCache(), DelayedCache(refresh=4), Refresh(every=3),
-    Evict(keep=0.4), KeepSinks(TopK(2)), ~KeepSinks(TopK(2), others="gone"),
+    KeepSinks(TopK(2)), ~KeepSinks(TopK(2), others="gone"),
     AtRandom(),
 ]  # fmt: skip
 
@@ -149,8 +148,8 @@ def test_every_step_equals_plain_torch_with_keys_of_earlier_steps(worded, name, 
             assert_same(seen[f"{at}.hook_v"][step], expected.values[f"{at}.hook_v"], visible[:, layer])
         some_stale |= bool((~fresh & visible).any())
         some_gone |= bool((~visible & run.real[:, None]).any())
-    assert some_stale or isinstance(policy, Evict) or run.steps_run < 3
-    assert some_gone == isinstance(policy, Evict | AtRandom) or policy in POLICIES[-2:]
+    assert some_stale or run.steps_run < 3
+    assert some_gone == isinstance(policy, AtRandom) or policy in POLICIES[-2:]
 
 
 @pytest.mark.fast_cases(1)
@@ -213,33 +212,6 @@ def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_writ
         assert torch.equal(fresh[:, step], expected & run.real)
         checked += not complete
     assert checked >= 4
-
-
-def test_eviction_keeps_the_share_with_the_largest_products_of_queries_and_keys(worded):
-    model, seen = worded("llama"), {}
-    hooks = [
-        (
-            lambda name: name.endswith(("hook_rot_q", "hook_rot_k")),
-            lambda v, hook: seen.update({(hook.name, hook.step): v.clone()}),
-        )
-    ]
-    run = sinklens.generate(model, PROMPTS[:1], cache=Evict(keep=0.5), hooks=hooks, gen_length=12, block_length=6)
-    kept = run.sinks["staleness"].to_numpy()[0, 2] >= 0
-    start = run.prompt_length
-    outside = [j for j in range(run.canvas.shape[2]) if not start <= j < start + 6]
-    for layer in range(model.cfg.n_layers):
-        q, k = (seen[f"blocks.{layer}.attn.hook_rot_{letter}", 1][0] for letter in "qk")
-        group = q.shape[1] // k.shape[1]
-        rank = [
-            sum(float(q[start : start + 6, head].mean(0) @ k[j, head // group]) for head in range(q.shape[1]))
-            for j in outside
-        ]
-        pooled = [max(rank[max(0, n - 1) : n + 2]) for n in range(len(rank))]
-        count = len(outside) // 2
-        least = sorted(pooled, reverse=True)[count - 1]
-        found = {j for j in outside if kept[layer, j]}
-        assert len(found) == count
-        assert found <= {j for j, value in zip(outside, pooled, strict=True) if value >= least - 1e-5}
 
 
 def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(worded):
@@ -417,7 +389,7 @@ def test_a_sampler_that_revisits_tokens_runs_where_the_policy_computes_them_and_
 
 
 def test_a_policy_has_the_name_that_finds_it():
-    for text in ("dual", "refresh", "refresh:3", "evict:0.2", "keep-sinks:4", "drop-sinks", "delayed:2"):
+    for text in ("dual", "refresh", "refresh:3", "keep-sinks:4", "drop-sinks", "delayed:2"):
         assert policy_name(find_policy(text)) == text
     unnamed = KeepSinks(TopK(1))
     assert policy_name(unnamed) == repr(unnamed)
