@@ -21,21 +21,18 @@ EACH = "*"
 Size = Annotated[int, Ge(0), Le(10**9), Words("an integer from 0 to 10**9")]
 Measured = Annotated[float | int, Ge(0), Le(10**9), Words("a number from 0 to 10**9")]
 Sinks = Annotated[float | int, Ge(0), Le(10**9), Words("a number from 0 to 10**9, or NaN")]
-PLAIN = object()
-"""Any JSON of at most `DEPTH` levels."""
-DEPTH = 8
 
 CONDITION = {
     "name": str, "hooks": [str], "masked": Size | None, "pick": str, "random?": str, "of_unmasked?": bool,
     "control_of?": str, "cache?": str, "code?": [str],
 }  # fmt: skip
 PROTOCOL = {
-    "name": str, "task": str, "settings?": {EACH: {EACH: PLAIN}}, "shots": Size | None, "extractor": str | None,
+    "name": str, "task": str, "settings?": {EACH: dict}, "shots": Size | None, "extractor": str | None,
     "chat_template": bool, "mode?": str, "sampler?": str,
 }  # fmt: skip
 RUN = {
     "model": str, "family": str, "sampler": str, "revision": str, "weights": str, "dtype": str, "seed": Seed,
-    "protocol": PROTOCOL, "task?": {EACH: PLAIN}, "settings": {EACH: PLAIN}, "condition": CONDITION,
+    "protocol": PROTOCOL, "task?": dict, "settings": dict, "condition": CONDITION,
 }  # fmt: skip
 RECORDS: dict[RecordKind, Mapping[str, Any]] = {
     "records": {
@@ -89,7 +86,7 @@ def _fits(schema: Any, name: str, given: Any) -> None:
     """Check JSON against a schema.
 
     Raises:
-        SettingError: it has another type, range or depth.
+        SettingError: it has another type or range.
     """
     if isinstance(schema, Mapping):
         read_as(dict, name, given)
@@ -105,13 +102,5 @@ def _fits(schema: Any, name: str, given: Any) -> None:
         read_as(list, name, given)
         for other in {type(one) for one in given} - {schema[0]}:
             raise SettingError(f"{name} must hold {schema[0].__name__} only; got a {other.__name__}.")
-    elif schema is PLAIN:
-        if not _shallow(given, DEPTH):
-            raise SettingError(f"{name} is nested more than {DEPTH} levels deep.")
     elif not (schema is Sinks and given != given):  # NaN: no step of the row was counted
         read_as(schema, name, given)
-
-
-def _shallow(given: Any, levels: int) -> bool:
-    inside = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
-    return levels > 0 and all(_shallow(one, levels - 1) for one in inside)

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from sinklens.evaluation.ledger import Writer, export, holds_runs, merge
 
 WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
 ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]
+
+NESTED = LedgerRun.of(Path(), {"settings": json.loads("[" * 70 + "]" * 70)})
 
 WORKER = """
 import sys
@@ -223,6 +226,7 @@ def edited(change):
         (edited("UPDATE runs SET name = '../x'"), "the description of '../x'"),
         (edited("UPDATE runs SET what = replace(what, '0', '" + "9" * 5000 + "')"), "the description of 'run-"),
         (edited("PRAGMA user_version = 0"), "has format 0"),
+        (edited(f"INSERT INTO runs VALUES ('{NESTED.name}', '{json.dumps(NESTED.what)}')"), "the description of 'run-"),
     ],
 )  # fmt: skip
 def test_what_was_damaged_or_edited_is_refused_and_named(tmp_path, change, text):

@@ -268,7 +268,6 @@ def test_cached_runs_are_paired_with_the_exact_run_and_timed_on_shared_samples(t
         ({"tokens": [1, "2"]}, "tokens must hold int only"), ({"malformed": 3}, "malformed must be"),
         ({"seed": -1}, "seed must be"), ({"settings": 3}, "settings must be a dict"),
         ({"sampler": 3}, "sampler must be a text"), ({"model": None}, "model must be a text"),
-        ({"settings": {"steps": [[[[[[[[[[1]]]]]]]]]]}}, "nested more than 8 levels"),
     ],
 )  # fmt: skip
 def test_a_mistyped_field_is_refused_with_the_file_and_the_record(tmp_path, changes, text):
