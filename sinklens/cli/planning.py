@@ -3,7 +3,6 @@
 Pitfall: the formula counts all samples, also those that the ledger has.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,7 +53,6 @@ def plan(
     element_type: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     cards: Names = CARDS,
     utilization: float = 0.4,
-    json: bool = False,
     settings: Settings | None = None,
     loading: OfFamily | None = None,
 ) -> None:
@@ -72,7 +70,6 @@ def plan(
         element_type: type of weights and activations
         cards: cards to plan for; an unknown name lists all (default: A100, H100, H200, RTX 4090, L40S)
         utilization: share of a card's peak that is reached
-        json: print the plan as JSON
     """
     import torch
 
@@ -85,16 +82,7 @@ def plan(
         cached=cached, load=loading or {}, quantization=quantization, dtype=getattr(torch, element_type),
         **settings or {},
     )  # fmt: skip
-    print(_as_json(found) if json else "\n".join(plan_lines(found, named, utilization, element_type)))
-
-
-def _as_json(found: "RunPlan") -> str:
-    """A plan as plain JSON, with the sums that follow from it."""
-    plain = {name: value for name, value in vars(found).items() if name != "settings"}
-    settings = {name: value for name, value in vars(found.settings).items() if value is not None}
-    sums = {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
-    described = {**plain, "sampler": found.settings.name, "settings": settings, **sums}
-    return json.dumps(described, indent=1)
+    print("\n".join(plan_lines(found, named, utilization, element_type)))
 
 
 def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dtype: str) -> list[str]:

@@ -4,6 +4,7 @@ Pitfall: a score without a note on what is unstated can still depend on what its
 order of examples or the version of a library.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Names
@@ -40,34 +41,29 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
 def _in_full(one: Any) -> list[str]:
     from sinklens.evaluation.protocols import EvalProtocol
 
-    own = isinstance(one, EvalProtocol)
-    model = one.published[0].model if one.published else "MODEL"
-    command = f"sinklens evaluate {model} --protocol {one.name}" if own else one.command() or "not available here"
-    lines = [one.name, f"  task      {(one.task if own else one.tasks) or 'with OpenCompass only'}"]
-    lines += [f"  settings  {_settings(one)}"]
-    lines += [f"  score     {score.model}: {_score(score)} ({score.source})" for score in one.published]
-    lines += [f"  source    {_source(one)}"]
-    lines += [f"  unstated  {text}" for text in one.unstated]
-    return [*lines, f"  run       {command}"]
+    if isinstance(one, EvalProtocol):  # with settings for each sampler
+        model = one.published[0].model if one.published else "MODEL"
+        command, source = f"sinklens evaluate {model} --protocol {one.name}", one.note
+        groups = [f"{sampler}: {_listed(given)}" for sampler, given in one.settings.items()]
+        groups += [f"{one.extractor} extractor"] * bool(one.extractor)
+    else:
+        command = one.command() or "not available here"
+        source = "; ".join(dict.fromkeys(score.source for score in one.published))
+        groups = [_listed(one.settings)]
+    groups += [f"{one.shots} shots"] * (one.shots is not None) + ["chat template"] * bool(one.chat_template)
+    return [
+        one.name,
+        f"  task      {one.task or 'with OpenCompass only'}",
+        f"  settings  {'; '.join(filter(None, groups)) or 'not stated'}",
+        *(f"  score     {score.model}: {_score(score)} ({score.source})" for score in one.published),
+        f"  source    {source}",
+        *(f"  unstated  {text}" for text in one.unstated),
+        f"  run       {command}",
+    ]
 
 
-def _settings(one: Any) -> str:
-    """The settings on one line; our protocols have some for each sampler."""
-    from sinklens.evaluation.protocols import EvalProtocol
-
-    own = isinstance(one, EvalProtocol)
-    groups = {f"{sampler}: ": one.of(sampler) for sampler in one.settings} if own else {"": one.settings}
-    parts = [before + ", ".join(f"{name} {value}" for name, value in given.items()) for before, given in groups.items()]
-    parts += [] if one.shots is None else [f"{one.shots} shots"]
-    parts += ["chat template"] * one.chat_template
-    parts += [f"{one.extractor} extractor"] if own and one.extractor else []
-    return "; ".join(filter(None, parts)) or "not stated"
-
-
-def _source(one: Any) -> str:
-    from sinklens.evaluation.protocols import EvalProtocol
-
-    return one.note if isinstance(one, EvalProtocol) else "; ".join(dict.fromkeys(s.source for s in one.published))
+def _listed(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 def _score(one: "Published") -> str:

@@ -35,8 +35,6 @@ CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "nearest": ("nearest", False, "nearest key"),
 }
 """Control -> the `pick` of `MaskSinks`, whether keys persist over the steps, and the name of one key."""
-OF_WEAKER = "pick='random'"
-"""In the repr of an intervention. In ledgers of 0.1 it meant keys of any strength, so newer ones record the meaning."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class Condition:
         cache = None if self.cache is None else identify(self.cache)
         code = list(dict.fromkeys(text for one in (*hooks, *([cache] if cache else [])) for text in one.code))
         entry = {"name": self.name, "hooks": [hook.text for hook in hooks], "masked": self.masked, "pick": self.pick}
-        entry |= {"random": "weaker"} if any(OF_WEAKER in hook.text for hook in hooks) else {}
         entry |= {"of_unmasked": True} if self.of_unmasked else {}
         entry |= {"control_of": self.control_of} if self.control_of else {}
         entry |= {"cache": cache.text} if cache else {}

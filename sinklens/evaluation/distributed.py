@@ -160,23 +160,9 @@ class OnRay:
             )
         if not gpus and not {"device", "device_map"} & set(job.load):
             job = replace(job, load=job.load | {"device": "cpu"})
+        threads = {"OMP_NUM_THREADS": str(max(1, int(self.cpus_per_worker)))}
         make = ray.remote(
-            num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1
-        )(_Worker)  # fmt: skip
-        return [make.remote(job, self.cpus_per_worker) for _ in range(min(self.workers or fitting, fitting, most))]
-
-
-class _Worker:
-    """Holds the model, with as many threads as cores."""
-
-    def __init__(self, job: Job, cpus: float) -> None:
-        import torch
-
-        torch.set_num_threads(max(1, int(cpus)))
-        self.job = job
-
-    def identities(self, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-        return self.job.identities(conditions)
-
-    def carry_out(self, batch: Batch) -> list[LedgerRecord]:
-        return self.job.carry_out(batch)
+            num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1,
+            runtime_env={"env_vars": threads},
+        )(Job)  # fmt: skip
+        return [make.remote(**vars(job)) for _ in range(min(self.workers or fitting, fitting, most))]

@@ -79,26 +79,34 @@ def is_checkpoint(model: str, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class HarnessProtocol:
-    """A task of lm-evaluation-harness with the settings of a published score.
+class Protocol:
+    """A task with the settings of published scores.
 
     Attributes:
         name: the protocol's name.
-        tasks: the harness's name of the task; "" if the score was measured with another harness alone.
-        settings: arguments of `SinklensLM`: sampler settings, or those of likelihoods.
-        published: the scores.
+        task: name of the task.
+        settings: settings of the sampler.
         shots: examples in the prompt; None for the task's default.
         chat_template: apply the tokenizer's chat template.
-        unstated: what the sources leave open, or state but this package cannot repeat.
+        published: scores measured with these settings; not part of the hash.
+        unstated: what the sources leave open, or state but this package cannot repeat; not part of the hash.
     """
 
     name: str
-    tasks: str
-    settings: Mapping[str, Any]
-    published: tuple[Published, ...]
+    task: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
     shots: int | None = None
-    chat_template: bool = False
-    unstated: tuple[str, ...] = field(default=())
+    chat_template: bool | str = False
+    published: tuple[Published, ...] = ()
+    unstated: tuple[str, ...] = ()
+
+
+class HarnessProtocol(Protocol):
+    """A task of lm-evaluation-harness with the settings of a published score.
+
+    `task` is the harness's name, "" if the score was measured with another harness alone; `settings` are arguments of
+    `SinklensLM`: sampler settings, or those of likelihoods.
+    """
 
     @property
     def likelihood(self) -> bool:
@@ -107,46 +115,35 @@ class HarnessProtocol:
 
     def command(self) -> str:
         """The call that repeats the score; "" without a task of the harness."""
-        if not self.tasks:
+        if not self.task:
             return ""
         given = {"pretrained": self.published[0].model, **self.settings}
-        call = ["python", "-m", "sinklens.evaluation.harness", "--model", "sinklens", "--tasks", self.tasks]
+        call = ["python", "-m", "sinklens.evaluation.harness", "--model", "sinklens", "--tasks", self.task]
         call += [] if self.shots is None else ["--num_fewshot", str(self.shots)]
-        call += ["--apply_chat_template"] * self.chat_template
+        call += ["--apply_chat_template"] * bool(self.chat_template)
         call += ["--model_args", ",".join(f"{name}={value}" for name, value in given.items())]
         return shlex.join(call)
 
 
 @dataclass(frozen=True)
-class EvalProtocol:
+class EvalProtocol(Protocol):
     """A task together with every setting that can change its score.
 
+    `task` is a name of `sinklens.tasks.find_task`. `settings` are those of each sampler ("llada", "dream",
+    "autoregressive"); omitted ones come from the checkpoint or the sampler's defaults. `chat_template` is "plain" if it
+    was to be applied and the tokenizer has none, so that the text stays as it is.
+
     Attributes:
-        name: the protocol's name.
-        task: name of the task; see `sinklens.tasks.find_task`.
-        settings: settings of each sampler ("llada", "dream", "autoregressive"); omitted ones come from the checkpoint
-            or the sampler's defaults.
+        extractor: setting of the task, if it has it; None for the task's default.
         sampler: the sampler that generates; None for that of each model's family.
         mode: how a model that changes its attention decodes, such as "autoregressive"; None for its family's way.
-        shots, extractor: settings of the task, if it has them; None for the task's defaults.
-        chat_template: apply the tokenizer's chat template to the prompt; "plain" if it was to be applied and the
-            tokenizer has none, so that the text stays as it is.
         note: the source of the settings, and which are our choice; not part of the hash.
-        published: scores measured with these settings; not part of the hash.
-        unstated: what the sources leave open, or state but this package cannot repeat; not part of the hash.
     """
 
-    name: str
-    task: str
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    shots: int | None = None
     extractor: str | None = None
-    chat_template: bool | str = False
-    note: str = ""
     sampler: str | None = None
-    published: tuple[Published, ...] = ()
-    unstated: tuple[str, ...] = ()
     mode: str | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.sampler is not None:

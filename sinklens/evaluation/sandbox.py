@@ -31,9 +31,12 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from sinklens.errors import SettingError, SinklensError
+from annotated_types import Ge, Lt
+
+from sinklens.errors import SinklensError
+from sinklens.utils.arguments import check_arguments
 
 START_LIMIT = 60.0  # seconds a process may take to start on a busy machine
 LAST_WORDS = 1.0  # seconds after the verdict in which late output is still read
@@ -83,16 +86,13 @@ class Limits:
         output_kb: KiB printed to both streams together.
     """
 
-    seconds: float | int = 10.0
-    memory_mb: int = 512
-    processes: int = 16
-    output_kb: int = 64
+    seconds: Annotated[float | int, Ge(0.1), Lt(10**6)] = 10.0
+    memory_mb: Annotated[int, Ge(64), Lt(10**6)] = 512
+    processes: Annotated[int, Ge(1), Lt(10**6)] = 16
+    output_kb: Annotated[int, Ge(1), Lt(10**6)] = 64
 
     def __post_init__(self) -> None:
-        for name, least in {"seconds": 0.1, "memory_mb": 64, "processes": 1, "output_kb": 1}.items():
-            value = getattr(self, name)
-            if not least <= value < 1e6:
-                raise SettingError(f"Limits({name}={value!r}) is out of range; give {least} or more.")
+        check_arguments(self)
 
 
 @dataclass(frozen=True)

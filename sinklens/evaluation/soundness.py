@@ -8,8 +8,7 @@
 - *undone damage*: the loss is measured again after each change that would undo a typical damage: a square matrix
   transposed, two modules of one shape or two neighbouring layers exchanged, a layer left out, another rope theta or
   epsilon of the norms. A change makes a sound model worse. One that improves a model points to the damage.
-- *layers*: weights that are zero, or whose spread is far from that of all other layers; a layer that adds nothing, or
-  whose update or attention entropy is far from its neighbours'.
+- *layers*: weights that are zero, or whose root mean square is far from that of their neighbours.
 
 Limitation: if the model knows neither text, the first two checks are open, unless a change makes it know one. A damage
 that costs less than 1 % of the loss goes unnoticed, as does any that no listed change undoes, unless the loss or the
@@ -52,7 +51,7 @@ NOISE = 0.15
 KNOWN_BELOW = 0.6  # share of log(vocabulary) below which a text counts as known
 CLEAR = (1.01, 4.0)  # factor of the loss and standard errors: a small gain of many tokens
 LARGE = (2.0, 1.5)
-FAR = 10.0  # factor between the spread of a weight and that of the other layers, or an update and the neighbours'
+FAR = 10.0  # factor between the size of a weight and that in the nearest layers
 THETAS = (0.02, 0.1, 10.0, 50.0)
 EPSILONS = (1e-6, 1e-5)
 EXPECTED = {
@@ -226,14 +225,14 @@ def _settings(model: "Model") -> Iterator[Change]:
 
 
 def layer_check(model: "Model") -> Damage:
-    """Whether the weights and activations of a layer are far from those of the others."""
-    measured = _activations(model)
+    """Whether the weights of a layer are far from those of the others."""
+    measured: dict[str, dict[int, float]] = {}
     for stack, layers in _layers(model).items():
         for layer, modules in layers.items():
             for name, value in _named(modules).items():
-                if value.ndim > 1:
-                    spread = measured.setdefault(f"spread of {stack}.{{}}.{name}", {})
-                    spread[layer] = float(value.detach().float().std())
+                if name.endswith("weight") or value.ndim > 1:  # biases may be zero
+                    size = measured.setdefault(f"size of {stack}.{{}}.{name}", {})
+                    size[layer] = float(value.detach().float().square().mean().sqrt())
     odd = [f"the {what.format(layer)} is {text}" for what, found in measured.items() for layer, text in _far(found)]
     more = f" and {len(odd) - 3} more" * (len(odd) > 3)
     return Damage("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
@@ -247,27 +246,3 @@ def _far(found: dict[int, float]) -> Iterator[tuple[int, str]]:
         apart = all(not 1 / FAR < value / near < FAR for near in beside) and len(found) > 2
         if value == 0 or not math.isfinite(value) or (beside and apart):
             yield layer, f"{value:.3g}, beside {' and '.join(f'{near:.3g}' for near in beside) or 'zeros'}"
-
-
-@torch.no_grad()
-def _activations(model: "Model") -> dict[str, dict[int, float]]:
-    """Update of the residual stream and attention entropy by layer; the outer layers' updates count only if zero."""
-    if model.tree.architecture.encoder:
-        return {}
-    seen: dict[str, Tensor] = {}
-    layers, texts = range(model.cfg.n_layers), _texts(model)
-    hooks = [
-        (f"blocks.{layer}.{kind}", lambda value, hook: seen.update({hook.name: value.float()}))
-        for layer in layers
-        for kind in ("hook_resid_pre", "hook_resid_post", "attn.hook_pattern")
-    ]
-    ids = torch.tensor([texts[0][0].prompt]) if texts else (torch.arange(24)[None] * 7 + 3) % model.cfg.d_vocab
-    time: dict[str, Any] = {"time": NOISE} if model.tree.timed else {}
-    model.tree.run_with_hooks(ids.to(model.cfg.device), fwd_hooks=hooks, **time)
-    updates, entropies = dict[int, float](), dict[int, float]()
-    for layer in layers:
-        before, after, pattern = (seen[name] for name, _ in hooks[3 * layer : 3 * layer + 3])
-        updates[layer] = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
-        entropies[layer] = float(torch.special.entr(pattern).sum(-1).mean())
-    inner = {layer: value for layer, value in updates.items() if value == 0 or layer in layers[1:-1]}
-    return {"update of layer {}": inner, "attention entropy in nats of layer {}": entropies}

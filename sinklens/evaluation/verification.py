@@ -152,14 +152,18 @@ class Verification:
         """The report as a Markdown table under a heading."""
         about = f"{self.family}, {self.dtype}, {self.device}; {', '.join(f'{k} {v}' for k, v in self.versions.items())}"
         revision = f" at {self.revision}" if self.revision else ""
-        head = "| check | outcome | expected | found (a cost is positive if accuracy is lost) |"
-        lines = [f"### {self.model}{revision}", "", about, "", head, "|---|---|---|---|"]
-        for check in self.checks:
-            cells = (f"*{check.name}*" if check.statement else check.name, check.outcome, check.expected, check.found)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-        notes = [f"Protocol {self.protocol}, {self.problems} problems. Statements of the study are in italics."]
-        notes += [f"The runs depart from the protocol: {self.departs}."] if self.departs else []
-        return "\n".join([*lines, "", *notes, ""])
+        rows = [
+            ("check", "outcome", "expected", "found (a cost is positive if accuracy is lost)"), ("---",) * 4,
+            *((f"*{one.name}*" if one.statement else one.name, one.outcome, one.expected, one.found)
+              for one in self.checks),
+        ]  # fmt: skip
+        table = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+        departs = [f"The runs depart from the protocol: {self.departs}."] * bool(self.departs)
+        notes = [
+            f"Protocol {self.protocol}, {self.problems} problems. Statements of the study are in italics.",
+            *departs,
+        ]
+        return "\n".join([f"### {self.model}{revision}", "", about, "", *table, "", *notes, ""])
 
 
 def verify(

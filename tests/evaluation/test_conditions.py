@@ -168,7 +168,7 @@ def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
     policies = [one.get("cache", "exact") for one in described]
     assert len(set(policies)) == 4
     assert "k=4" in policies[1]
-    assert described[0] == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}  # ledgers of 0.1 hold this
+    assert described[0] == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,3 @@ def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
 def test_policies_that_cannot_be_added_are_refused(conditions, policies, text):
     with pytest.raises(SettingError, match=text):
         under_caches(conditions, policies)
-
-
-def test_a_record_says_that_its_random_keys_are_weaker_than_the_strongest():
-    weaker, anyone, plain = (Condition("mine", (MaskSinks(pick=pick),)) for pick in ("random", "random_any", "nearest"))
-    assert weaker.described()["random"] == "weaker"  # an older record without it means keys of any strength
-    assert "random" not in {*anyone.described(), *plain.described()}
