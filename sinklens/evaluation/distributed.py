@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -160,9 +160,21 @@ class OnRay:
             )
         if not gpus and not {"device", "device_map"} & set(job.load):
             job = replace(job, load=job.load | {"device": "cpu"})
-        threads = {"OMP_NUM_THREADS": str(max(1, int(self.cpus_per_worker)))}
         make = ray.remote(
-            num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1,
-            runtime_env={"env_vars": threads},
-        )(Job)  # fmt: skip
-        return [make.remote(**vars(job)) for _ in range(min(self.workers or fitting, fitting, most))]
+            num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1
+        )(_Worker)  # fmt: skip
+        given = {entry.name: getattr(job, entry.name) for entry in fields(Job)}
+        number = min(self.workers or fitting, fitting, most)
+        return [make.remote(**given, cpus=self.cpus_per_worker) for _ in range(number)]
+
+
+@dataclass(frozen=True)
+class _Worker(Job):
+    """A job in a process with as many threads as cores."""
+
+    cpus: float = 1.0
+
+    def __post_init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(self.cpus)))

@@ -192,16 +192,16 @@ class EvalProtocol(Protocol):
         )
         return replace(self, chat_template="plain")
 
-    def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
+    def make_task(self, path: str | Path | None = None) -> Task:
         """Make the task with these settings.
 
         Args:
-            path, examples: local files of a published task.
+            path: local file or folder of a published task.
 
         Raises:
             TaskError: a setting is given that the task does not have.
         """
-        return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
+        return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor)  # type: ignore[arg-type]
 
     def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
         """A copy with some settings replaced, for each sampler that has them.

@@ -147,8 +147,9 @@ def damage_checks(model: "Model") -> list[Damage]:
 def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float) -> Damage:
     """Whether a change improves the loss; of an unknown text, whether one makes it known."""
     known = before.mean() < limit
-    gains, tried = list[tuple[float, str]](), list(changes(model))
-    for change in tried:
+    gains, tried = list[tuple[float, str]](), 0
+    for change in changes(model):
+        tried += 1
         with change.made():
             after = token_losses(model, texts)
         gain = before - after
@@ -158,9 +159,7 @@ def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit
         if (known or becomes_known) and any(factor >= least and sigmas >= few for least, few in (CLEAR, LARGE)):
             gains.append((float(after.mean()), f"{change.name}: {after.mean():.3f} ({sigmas:.1f} standard errors)"))
     best = "; ".join(text for _, text in sorted(gains)[:3])
-    found = f"{len(gains)} of {len(tried)} changes improve the loss of {before.mean():.3f}" + f", e.g. {best}" * bool(
-        best
-    )
+    found = f"{len(gains)} of {tried} changes improve the loss of {before.mean():.3f}" + f", e.g. {best}" * bool(best)
     return Damage("undone damage", found, True if gains else False if known else None)
 
 
@@ -183,7 +182,7 @@ def _exchanged(one: Weights, other: Weights) -> Values:
 
 
 def changes(model: "Model") -> Iterator[Change]:
-    """Each change that would undo a damage. No weight is copied."""
+    """Each change that would undo a damage."""
     for stack, layers in _layers(model).items():
         places: dict[str, dict[int, Values]] = {}
         for layer, modules in layers.items():
@@ -196,7 +195,7 @@ def changes(model: "Model") -> Iterator[Change]:
             for what, values in found.items():
                 places.setdefault(what, {})[layer] = values
             every = [value for own in modules.values() for value in own.values()]
-            left_out = [(value, "data", value.new_zeros(()).expand_as(value)) for value in every]
+            left_out = [(value, "data", torch.zeros_like(value)) for value in every]
             yield Change(f"{stack}.{layer}: left out", left_out)
         for what, at in places.items():
             yield from (Change(f"{stack}.{layer}: {what}", values) for layer, values in at.items() if values)

@@ -218,7 +218,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
     """A task's settings, without the location of its files."""
     if not is_dataclass(task):
         return {}
-    found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
+    found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name != "path"}
     plain = (str, int, float, type(None))
     return {name: value if isinstance(value, plain) else fingerprint(value) for name, value in found.items()}
 

@@ -7,8 +7,8 @@ compared as text: ``42.0`` is not ``42``, a unit after the number is ignored, an
 sees only the denominator.
 
 Few-shot examples: in the style ``gsm8k`` problem i follows the i-th draw of five training problems from a generator
-seeded with 1234, as in a complete run of the harness. In the chain-of-thought styles it follows the first examples of
-a file you provide, because the harness's fixed list is not included here.
+seeded with 1234, as in a complete run of the harness. The chain-of-thought styles have none, because the harness's
+fixed list is not included here.
 
 Pitfall: the draw depends on the order of the training file. Use the published one.
 Source: Cobbe et al. 2021 (arXiv 2110.14168); EleutherAI/lm-evaluation-harness.
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
-from sinklens.tasks.published import DataRow, HubSet, read_file, read_published
+from sinklens.tasks.published import DataRow, HubSet, read_published
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
@@ -40,7 +40,6 @@ class Style(NamedTuple):
         sentence: format of that sentence, with ``{}`` for the number.
         stop: texts that end an answer.
         shots: default number of examples in the prompt.
-        drawn: whether examples are drawn from the training set; otherwise they are the first of a file.
     """
 
     question: str
@@ -48,7 +47,6 @@ class Style(NamedTuple):
     sentence: str
     stop: tuple[str, ...]
     shots: int
-    drawn: bool
 
 
 _THE_ANSWER_IS = re.compile(r"The answer is (\-?[0-9\.\,]+).")
@@ -60,16 +58,14 @@ STYLES = {
         "#### {}",
         ("Question:", *_TURN_ENDS),
         shots=5,
-        drawn=True,
     ),
-    "gsm8k-cot": Style("Q: {}\nA:", _THE_ANSWER_IS, "The answer is {}.", ("Q:", *_TURN_ENDS), shots=8, drawn=False),
+    "gsm8k-cot": Style("Q: {}\nA:", _THE_ANSWER_IS, "The answer is {}.", ("Q:", *_TURN_ENDS), shots=0),
     "gsm8k-cot-zeroshot": Style(
         "Q: {}\nA: Let's think step by step.",
         _THE_ANSWER_IS,
         "The answer is {}.",
         ("Q:", *_TURN_ENDS),
         shots=0,
-        drawn=False,
     ),
 }
 
@@ -84,15 +80,12 @@ class Gsm8k(Task):
         style: one of `STYLES`.
         shots: examples in the prompt; None for the harness's default.
         extractor: which number of an answer counts, "strict" or "flexible".
-        examples: file of examples with the same fields; None for ``train.jsonl`` next to `path`, or the hub's training
-            set. The chain-of-thought styles need one unless `shots` is 0.
     """
 
     path: Path | None = None
     style: str = "gsm8k"
     shots: int | None = None
     extractor: Extractor = "flexible"
-    examples: Path | None = None
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -101,6 +94,8 @@ class Gsm8k(Task):
             raise TaskError(f"extractor is {self.extractor!r}; allowed: strict, flexible.")
         if self.shots is not None and self.shots < 0:
             raise TaskError(f"shots is {self.shots}; give 0 or more, or None for {self._style.shots}.")
+        if self.shots and not self._style.shots:
+            raise TaskError(f"the examples of the style {self.style!r} are not included; set shots=0.")
 
     @property
     def name(self) -> str:
@@ -134,29 +129,17 @@ class Gsm8k(Task):
         shots = self._style.shots if self.shots is None else self.shots
         if shots == 0:
             return [""] * count
-        pool = self._pool()
+        pool = _records(self.path and (self.path if self.path.is_dir() else self.path.parent), "train")
         if len(pool) < shots:
             raise TaskError(
                 f"shots is {shots}, but there are only {len(pool)} examples; give fewer shots or more examples."
             )
-        if not self._style.drawn:
-            return [self._written(pool[:shots])] * count
         rng = random.Random(FEW_SHOT_SEED)
         return [self._written(rng.sample(pool, shots)) for _ in range(count)]
 
     def _written(self, examples: list[DataRow]) -> str:
         question = self._style.question
         return "".join(f"{question.format(record['question'])} {record['answer']}\n\n" for record in examples)
-
-    def _pool(self) -> list[DataRow]:
-        if self.examples is not None:
-            return read_file(self.examples, FIELDS)
-        if not self._style.drawn:
-            raise TaskError(
-                f"the style {self.style!r} reads its examples from a file; pass one as `examples` (fields question and "
-                "answer, each answer ending in 'The answer is 42.'), or set shots=0."
-            )
-        return _records(self.path and (self.path if self.path.is_dir() else self.path.parent), "train")
 
     def extract(self, text: str) -> str | None:
         """The number in the form that the harness compares; None if the extractor finds none."""

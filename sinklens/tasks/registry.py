@@ -35,14 +35,13 @@ def find_task(
     path: Path | str | None = None,
     shots: int | None = None,
     extractor: Extractor | None = None,
-    examples: Path | str | None = None,
 ) -> Task:
     """The task called `name`.
 
     Args:
         name: one of `NAMES`.
         path: a published task's data (see `Gsm8k` and `HumanEval`), or the file of `Prompts`.
-        shots, extractor, examples: settings of `Gsm8k`. None leaves a setting at its default.
+        shots, extractor: settings of `Gsm8k`. None leaves a setting at its default.
 
     Raises:
         TaskError: no task has this name, or it does not have a setting that was given.
@@ -54,7 +53,6 @@ def find_task(
         "path": path and Path(path),
         "shots": shots,
         "extractor": extractor,
-        "examples": examples and Path(examples),
     }
     given = {setting: value for setting, value in given.items() if value is not None}
     for setting in given:

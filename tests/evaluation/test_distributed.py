@@ -52,7 +52,7 @@ def reproducible(records):
 def workers():
     """Processes of this process's cluster that hold a model."""
     below = psutil.Process().children(recursive=True)
-    return [process for process in below if "ray::Job" in "".join(process.cmdline())]
+    return [process for process in below if "_Worker" in "".join(process.cmdline())]
 
 
 @pytest.mark.slow

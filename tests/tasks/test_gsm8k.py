@@ -7,7 +7,6 @@ import re
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import find_task
 from sinklens.tasks.gsm8k import Gsm8k
 
 
@@ -84,19 +83,14 @@ def test_without_examples_the_prompt_is_the_question(folder):
     assert prompts == ["Question: Test 0?\nAnswer:", "Q: Test 0?\nA:", "Q: Test 0?\nA: Let's think step by step."]
 
 
-def test_chain_of_thought_examples_are_the_first_of_a_file(folder):
-    write(folder / "cot.jsonl", [(f"Shown {i}?", f"Thus {i}. The answer is {i}.") for i in range(9)])
-    task = find_task("gsm8k-cot", path=folder, examples=folder / "cot.jsonl")
-    first, second, _ = [sample.prompt for sample in task.samples()]
-    shown = "".join(f"Q: Shown {i}?\nA: Thus {i}. The answer is {i}.\n\n" for i in range(8))
-    assert first == f"{shown}Q: Test 0?\nA:"
-    assert second == f"{shown}Q: Test 1?\nA:"
-
-
 @pytest.mark.parametrize(
     ("settings", "limit", "text"),
     [
-        ({"style": "gsm8k-cot"}, None, r"reads its examples from a file; pass one as `examples`.* or set shots=0"),
+        (
+            {"style": "gsm8k-cot", "shots": 8},
+            None,
+            "style 'gsm8k-cot' are not included; set shots=0",
+        ),
         ({"shots": 20}, None, "shots is 20, but there are only 8 examples; give fewer shots"),
         ({"shots": -1}, None, "shots is -1; give 0 or more, or None for 5"),
         ({"style": "cot"}, None, "style is 'cot'; allowed: gsm8k, gsm8k-cot, gsm8k-cot-zeroshot"),
