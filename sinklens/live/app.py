@@ -63,7 +63,6 @@ class LabApp:
             ("GET", "/api/runs/{run}", _doing(partial(detail, session))),
             ("DELETE", "/api/runs/{run}", _doing(session.remove)),
             ("POST", "/api/runs/{run}/cancel", _doing(session.cancel, 202)),
-            ("POST", "/api/shown", _doing(session.show, body=True)),
             ("POST", "/api/runs/{run}/heads", _doing(partial(begin_trial, session), 202, body=True)),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),

@@ -22,7 +22,6 @@ from sinklens.errors import SinklensError
 
 if TYPE_CHECKING:
     from sinklens.live.session import LabModel
-    from sinklens.runs import Generation
 
 EXTRA = (
     "the lab needs Starlette and uvicorn, which are not installed; install them with "
@@ -163,32 +162,6 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def run_a(self) -> "Generation":
-        """The run that a page shows as A, as `sinklens.generate` returns it.
-
-        Raises:
-            SinklensError: no page shows one.
-        """
-        return self._run("A")
-
-    @property
-    def run_b(self) -> "Generation":
-        """The run that a page shows as B.
-
-        Raises:
-            SinklensError: no page shows one.
-        """
-        return self._run("B")
-
-    def _run(self, slot: str) -> "Generation":
-        from sinklens.live.refusal import Refused
-
-        try:
-            return self._session.generation(slot)
-        except Refused as refusal:
-            raise SinklensError(str(refusal)) from refusal
 
     def __repr__(self) -> str:
         return f"Lab({self.address})"  # without the token: notebooks are shared with their outputs

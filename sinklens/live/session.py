@@ -56,14 +56,12 @@ class Session:
         events: what happened.
         history: the runs on disk.
         thread: the model thread.
-        shown: ids of run A and run B, as a page last reported them.
     """
 
     def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
         """Open the lab with the runs in `keep`."""
         self.models = {entry.name: entry for entry in models}
         self.events, self.history, self.thread = EventLog(), RunHistory(keep), ModelThread()
-        self.shown: dict[str, str | None] = {"A": None, "B": None}
         self._lock = threading.RLock()
         self._runs: dict[str, LabRun] = {}
         self._weights: dict[str, str] = {}
@@ -108,30 +106,6 @@ class Session:
             run.removed = True
             del self._runs[run_id]
             self.events.add("removed", run=run_id)
-
-    def show(self, body: Any) -> None:
-        """Remember which runs a page shows as A and B.
-
-        Raises:
-            Refused: they do not exist.
-        """
-        require(isinstance(body, dict) and set(body) == {"A", "B"}, "give A and B.")
-        for run_id in body.values():
-            if run_id is not None:
-                self.run(str(run_id))
-        self.shown = dict(body)
-
-    def generation(self, slot: str) -> Generation:
-        """The run that a page shows as A or B.
-
-        Raises:
-            Refused: no page shows one, or it has no finished step.
-        """
-        run_id = self.shown[slot]
-        if run_id is None:
-            raise Refused(f"no page shows a run {slot}; run one in the lab first.", 404)
-        spec, outcome = self.outcome(run_id)
-        return outcome.generation(self.model(spec.model), spec.cache)
 
     def run(self, run_id: str) -> LabRun:
         """The run with this id.

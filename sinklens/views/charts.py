@@ -11,6 +11,7 @@ import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
 from sinklens.sinks.labels import UNITS, colours, plain, short
+from sinklens.views.figures import panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,71 +105,38 @@ PICKS = {
     "same_kind": ("random keys of the same kind", ">:"),
     "nearest": ("nearest keys", "X:"),
 }
-SHARED = 3  # models per panel, and panels per row
 
 
 def accuracy_curves(table: "DataFrame") -> "Figure":
-    """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and a color per model.
-
-    If a protocol has more than `SHARED` models, each gets a panel.
+    """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and model.
 
     Args:
         table: one row per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
             ``low`` and ``high``; conditions other than masking (no ``masked``), and
             those under a cache policy (a ``cache``), are omitted.
     """
+    from pandas import concat
+
     table = table[table["masked"].notna()]
     table = table[table["cache"] == ""] if "cache" in table else table
-    from matplotlib.figure import Figure
-
-    shown: list[DataFrame] = []
-    for _, rows in table.groupby("protocol", sort=False):
-        by_model = [part for _, part in rows.groupby("model", sort=False)]
-        shown += [rows] if len(by_model) <= SHARED else by_model
-    columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
-    lines = max(1, -(-len(shown) // columns))
-    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for ax in panels[len(shown) :]:
-        ax.set_axis_off()
-    for rows, ax in zip(shown, panels, strict=False):
-        _accuracy_panel(rows, ax)
-        suffix = f": {short(rows['model'].iloc[0])}" if rows["model"].nunique() == 1 else ""
-        ax.set(
-            xlabel="keys masked per head and step (K)",
-            ylabel="accuracy",
-            ylim=(-0.02, 1.02),
-            title=f"{rows['protocol'].iloc[0]}{suffix}",
-        )
+    variants = table["condition"].str.removesuffix(" of the unmasked run").str.partition(", ")[2]  # such as the queries
+    groups = list(table.assign(variant=variants).groupby(["protocol", "model"], sort=False))
+    figure, axes = panels(max(1, len(groups)), columns=3, size=(5.2, 4.2))
+    for ((protocol, model), rows), ax in zip(groups, axes, strict=False):
+        counts, unmasked = sorted(rows["masked"].unique()), rows[rows["masked"] == 0]
+        masked = rows[rows["pick"].isin(list(PICKS)) & (rows["masked"] > 0)]
+        series = dict(list(masked.groupby(["pick", "variant"], sort=False))) or {("strongest", ""): masked}
+        for number, ((pick, variant), part) in enumerate(series.items()):
+            (label, style), points = PICKS[pick], concat([unmasked, part]).sort_values("masked")
+            places = points["masked"].map(counts.index) + 0.02 * number * (
+                points["masked"] > 0
+            )  # so intervals are apart
+            ax.errorbar(
+                places, points["estimate"], _errors(points), fmt=style, color=colours(number + 1)[number], capsize=2,
+                markersize=4, label=f"{label}, {variant}" if variant else label,
+            )  # fmt: skip
+        ax.set_xticks(range(len(counts)), [str(int(count)) for count in counts])
+        ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
+        ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
+        ax.set_title(f"{protocol}: {short(model)}")
     return figure
-
-
-def _variant(condition: str) -> str:
-    """The part of a condition's name after the number and kind of its keys, such as the set they are chosen for."""
-    return condition.removesuffix(" of the unmasked run").partition(", ")[2]
-
-
-def _series(rows: "DataFrame") -> dict[tuple[str, str], tuple[str, str]]:
-    """The curves of one model: (pick, variant) -> label and style; without masking, only the curve of sinks."""
-    found = {}
-    variants = [(pick, _variant(condition)) for pick, condition in zip(rows["pick"], rows["condition"], strict=True)]
-    for pick, (label, style) in PICKS.items():
-        for variant in dict.fromkeys(variant for other, variant in variants if other == pick):
-            found[pick, variant] = f"{label}, {variant}" if variant else label, style
-    return found or {("strongest", ""): PICKS["strongest"]}
-
-
-def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
-    models = list(dict.fromkeys(table["model"]))
-    counts = sorted({int(count) for count in table["masked"]})
-    for number, (model, colour) in enumerate(zip(models, colours(len(models)), strict=True)):
-        of_model = table[table["model"] == model]
-        for place, ((pick, variant), (label, style)) in enumerate(_series(of_model).items()):
-            same = (of_model["pick"] == pick) & (of_model["condition"].map(_variant) == variant)
-            rows = of_model[same | (of_model["masked"] == 0)].sort_values("masked")
-            shift = 0.02 * (len(PICKS) * number + place)  # keeps intervals from overlapping
-            places = [counts.index(int(count)) + shift * (count > 0) for count in rows["masked"]]
-            ax.errorbar(places, rows["estimate"], _errors(rows), fmt=style, color=colour, capsize=2, markersize=4,
-                        label=f"{short(model)}: {label}")  # fmt: skip
-    ax.set_xticks(range(len(counts)), [str(count) for count in counts])
-    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, len(models)))

@@ -1,4 +1,4 @@
-"""What the page computes about a run when it is asked: certainty and lens; and runs in a notebook."""
+"""What the page computes about a run when it is asked: certainty and lens."""
 
 import numpy as np
 import pytest
@@ -6,18 +6,12 @@ from lab_client import unpacked
 from lab_page import PROMPT
 
 import sinklens
-from sinklens.errors import SinklensError
 from sinklens.experiments import LogitLens, logit_lens
 from sinklens.interventions import AblateHeads, MaskedLogits
 
 ABLATED = [{"kind": "ablate_head", "layer": 1, "head": 5}]
 SHORT = {"gen_length": 8}
 POS = 27
-
-
-@pytest.fixture(scope="module")
-def base(tiny_llada):
-    return sinklens.generate(tiny_llada, PROMPT, **SHORT)
 
 
 @pytest.mark.fast_cases(1)
@@ -40,13 +34,3 @@ def test_the_certainty_of_a_step_and_the_lens_of_a_position_are_those_of_the_run
     np.testing.assert_allclose(found["final_p"], data["final_probability"].to_numpy()[:, :, 0], atol=1e-5)
     np.testing.assert_allclose(found["entropy"], data["entropy"].to_numpy()[:, :, 0], atol=1e-4)
     assert chips or found["token"] == data["text"].to_numpy()[:, :, 0, 0].tolist()
-
-
-def test_a_run_is_read_in_the_notebook(lab, client, base):
-    with pytest.raises(SinklensError, match="no page shows a run B"):
-        _ = lab.run_b
-    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
-    assert client.http.post("/api/shown", json={"A": run, "B": None}).status_code == 200
-    assert lab.run_a.canvas.equal(base.canvas)
-    assert lab.run_a.text == base.text
-    assert client.http.post("/api/shown", json={"A": "none", "B": None}).status_code == 404

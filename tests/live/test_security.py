@@ -387,7 +387,7 @@ def test_a_slow_body_is_refused(client, lab, monkeypatch):
 
 @pytest.mark.parametrize("body", [b"NaN", b'{"a": -Infinity}', b'["\\ud800"]', b'{"\\ud800": 1}'])
 def test_json_that_cannot_be_written_back_is_refused(client, body):
-    answer = client.http.post("/api/shown", content=body, headers={"Content-Type": "application/json"})
+    answer = client.http.post("/api/runs", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"][:31]) == (400, "the request is not valid JSON (")
 
 

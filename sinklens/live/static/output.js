@@ -23,13 +23,11 @@ function stateNow() {
   return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: chosen().layer, head: chosen().head, color: byId("token-color").value, boxes, modelB: byId("model-b").value, form };
 }
 
-// Keeps the state in this tab, so that a reload finds it, and A and B in the lab, for the notebook.
+// Keeps the state in this tab, so that a reload finds it.
 function keep() {
   clearTimeout(lab.keeping);
   lab.keeping = setTimeout(() => {
     sessionStorage.setItem(STORE, JSON.stringify({ state: stateNow() }));
-    const { A, B } = lab, both = `${A}/${B}`;
-    if (both !== lab.reported) askJson("/api/shown", { A, B }).then(() => { lab.reported = both; }, () => {});
   }, 150);
 }
 
