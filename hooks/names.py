@@ -284,21 +284,16 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     for canonical in meant:
         if switch := switch_of(canonical):
             raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
-        _refuse_absent(name, canonical, known)
+        group, _, point = canonical.rpartition(".")
+        there = [other.removeprefix(f"{group}.") for other in known if other.rpartition(".")[0] == group]
+        if there and any(canonical.endswith(f".{row}") for row, _ in block_specs(EVERY)):  # other layers have it
+            raise HookNameError(f"{name!r}: {group} has no {point} in this model; its points are {', '.join(there)}.")
     if name in _ELSEWHERE:
         raise HookNameError(f"there is no point {name!r} here; the same value is {_ELSEWHERE[name]}.")
     raise HookNameError(
         f"no hook point is called {name!r}.{nearest(name, [*known, *(spelling for spelling, _ in spelled)])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
     )
-
-
-def _refuse_absent(name: str, canonical: str, known: Sequence[str]) -> None:
-    """Raise an error if `canonical` is a point that only layers with another part have."""
-    group, _, point = canonical.rpartition(".")
-    there = [other.removeprefix(f"{group}.") for other in known if other.rpartition(".")[0] == group]
-    if there and any(canonical.endswith(f".{row}") for row, _ in block_specs(EVERY)):
-        raise HookNameError(f"{name!r}: {group} has no {point} in this model; its points are {', '.join(there)}.")
 
 
 @cache

@@ -53,10 +53,6 @@ class Watch:
         """Change some fields of the pass that runs."""
         self.forward_pass = replace(self.forward_pass, **changes)
 
-    def parked_at(self, name: str) -> bool:
-        """Whether a trace block already waits at this visit of the point called `name`."""
-        return self.handover is not None and self.handover.waits_at(name)
-
 
 class Point(HookPoint):
     """A TransformerLens `HookPoint` with `watched` and `forward_pass`.

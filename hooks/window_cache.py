@@ -123,7 +123,9 @@ class WindowCache(Cache):
             self._store(self._raw, layer, computed, axis=1)
         if not point.watched:
             return computed
-        shown = self._raw[layer].clone() if kind == "k" else self._with_new_values(layer, computed)
+        if kind == "v":
+            self._store(self._values, layer, computed.transpose(1, 2), axis=2)
+        shown = self._raw[layer].clone() if kind == "k" else self._values[layer].transpose(1, 2).contiguous()
         returned = point(shown.clone())
         differs = (returned != shown).flatten(2).any(dim=-1)
         if not bool(differs.any()):
@@ -134,11 +136,6 @@ class WindowCache(Cache):
         if kind == "k":
             self._store(self._raw, layer, computed, axis=1)
         return computed
-
-    def _with_new_values(self, layer: int, computed: Tensor) -> Float[Tensor, "batch pos kv_head d_head"]:
-        """The values of all columns; those of the window are `computed` where they are fresh."""
-        self._store(self._values, layer, computed.transpose(1, 2), axis=2)
-        return self._values[layer].transpose(1, 2).contiguous()
 
     def _store(self, kept: dict[int, Tensor], layer: int, computed: Tensor, axis: int) -> None:
         """Write the fresh entries of the window into the tensor of all columns along `axis`."""

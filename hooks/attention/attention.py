@@ -114,7 +114,9 @@ def attention(
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     query, key, value = _autocast(query, key, value)
-    _show_keys_in_reach(points.hook_rot_k, key.shape[2])
+    watch, keys = points.hook_rot_k.watch, key.shape[2]
+    if keys != len(watch.forward_pass.keys):  # a layer with a sliding window has the last keys
+        watch.describe(keys=range(watch.forward_pass.keys.stop - keys, watch.forward_pass.keys.stop))
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     if points.hook_rot_k.watched:
         key = _shown_keys(points.hook_rot_k, key, query.shape[2])
@@ -137,14 +139,6 @@ def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in operands)
-
-
-def _show_keys_in_reach(point: "Point", keys: int) -> None:
-    """Describe the pass with the last `keys` keys, where a layer with a sliding window has others."""
-    forward_pass = point.forward_pass
-    if keys != len(forward_pass.keys):
-        stop = forward_pass.keys.stop
-        point.watch.describe(keys=range(stop - keys, stop))
 
 
 def _shown_keys(
@@ -189,7 +183,8 @@ def _operands(
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """The heads' outputs, by the cheapest route that provides the watched values."""
-    early = points.hook_sink_scores.watch.parked_at(points.hook_sink_scores.name or "")
+    handover = points.hook_sink_scores.watch.handover
+    early = handover is not None and handover.waits_at(points.hook_sink_scores.name or "")
     if operands.normalize is not softmax:
         if early:
             _show_sums(points, operands, _pattern(operands))

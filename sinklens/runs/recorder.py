@@ -14,7 +14,7 @@ Under a cache policy a pass computes one window for all rows. Values, maps and m
 own plan computes; all others are NaN, so that a record does not depend on the other rows of the batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,7 +77,12 @@ class SinkRecorder:
         self._tree, self._real, self._rows, self._causal = tree, real, real.shape[0], causal
         self._queries = None if record.queries is None else _chosen_queries(record.queries, tree, real, partial)
         quantities, layers = record.chosen(), tree.cfg.n_layers
-        _refuse_partial(quantities, tree, partial)
+        for part in quantities if partial else ():
+            if part.of_keys and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}")):
+                raise SettingError(
+                    f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has "
+                    f"only some of them; leave cache= out."
+                )
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
@@ -117,7 +122,8 @@ class SinkRecorder:
         def keep(value: Tensor) -> None:
             forward_pass = self._tree.watch.forward_pass
             columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
-            computed = _computed(forward_pass, complete)
+            planned = None if complete else forward_pass.computed  # complete: the value covers all keys under a policy
+            computed = forward_pass.decidable if forward_pass.fresh is None else planned
             computed = None if computed is None else computed[:, _slice(columns)]
             self._kept[quantity.name, layer] = Kept(quantity.keep(value[: self._rows]), columns, computed)
 
@@ -205,17 +211,6 @@ class SinkRecorder:
             self.patterns[step, layer] = rows.cpu()
 
 
-def _computed(forward_pass: ForwardPass, complete: bool) -> Bool[Tensor, "batch pos"] | None:
-    """The positions at which a pass has a value: those of its plan, or in its window; None for all.
-
-    Args:
-        complete: whether the value covers all keys under a policy.
-    """
-    if forward_pass.fresh is not None:
-        return None if complete else forward_pass.computed
-    return forward_pass.decidable
-
-
 def _slice(columns: range) -> slice:
     return slice(columns.start, columns.stop)
 
@@ -250,16 +245,6 @@ def _chosen_queries(
             f"{real.shape[1]}; give those of a run of the same prompts and gen_length."
         )
     return chosen & real[:, None]
-
-
-def _refuse_partial(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
-    """Refuse quantities of keys that need queries which a step may lack."""
-    for part in quantities:
-        if partial and part.of_keys and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}")):
-            raise SettingError(
-                f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has only "
-                f"some of them; leave cache= out."
-            )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from building import random_ids, shared_model
 from torch import nn
 
 from sinklens.hooks import Point, Watch
-from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import at
 
 NAME = "blocks.1.attn.hook_z"
@@ -57,15 +56,6 @@ def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
     assert at(point, value) == 3 * 2 + 1
     point.add_hook(add_one, prepend=True)
     assert at(point, value) == (3 + 1) * 2 + 1
-
-
-def test_a_hook_receives_name_layer_and_step(point):
-    received = []
-    point.add_hook(lambda value, hook: received.append((hook.name, hook.layer(), hook.step)))
-    point(torch.ones(1))
-    point.watch.forward_pass = ForwardPass(step=4)
-    point(torch.ones(1))
-    assert received == [(NAME, 1, None), (NAME, 1, 4)]
 
 
 def test_unwatched_points_of_a_model_are_not_called(monkeypatch):

@@ -103,14 +103,3 @@ def test_a_tapped_layer_keeps_its_transformers_class_and_hidden_states():
     hidden = shared_model().tree.hf(ids, output_hidden_states=True, use_cache=False).hidden_states
     for number in range(3):
         close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])
-
-
-def test_hooks_on_one_model_are_not_called_for_another():
-    one, other, ids = random_model(), random_model(), random_ids()
-    seen = []
-    with one.hooks(fwd_hooks=[(lambda name: True, lambda value, hook: seen.append(hook.name))]):
-        HookTree(random_hf(), architecture_of("llama"))(ids)
-        other(ids)
-        assert not seen
-        one(ids)
-    assert seen

@@ -5,7 +5,6 @@ import torch
 from building import close, plain_pass, random_ids, random_model, shared_model
 from torch.nn.functional import cross_entropy
 
-import sinklens
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 
 SPELLED = [
@@ -81,13 +80,6 @@ def test_a_cache_accepts_any_spelling(model, spelling, name):
     assert cache["resid_post", -1] is cache["blocks.2.hook_resid_post"]
     assert cache.cache_dict.get(spelling) is cache[name]
     assert cache.cache_dict.get(TYPO) is None
-
-
-def test_the_caches_of_a_run_accept_any_spelling():
-    model = shared_model()
-    with sinklens.trace(model, random_ids(1), gen_length=4, steps=2, block_length=4) as t:
-        caches = t.cache(["blocks.2.hook_resid_post"])
-    assert caches[1]["blocks.-1.hook_out"] is caches[1]["blocks.2.hook_resid_post"]
 
 
 def test_hooks_are_listed_and_looked_up_in_any_spelling(model):

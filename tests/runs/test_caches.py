@@ -40,6 +40,7 @@ def test_values_are_those_read_in_the_block(request, name, steps, kept):
         assert isinstance(caches[step], ActivationCache)
         for point, value in zip(("denoise.hook_canvas", Z, RESID), values, strict=True):
             assert torch.equal(caches[step][point], value)
+        assert caches[step]["resid_post", -2] is caches[step]["blocks.-2.hook_out"] is caches[step][RESID]
     assert hooked(model) == before
 
 

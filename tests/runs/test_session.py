@@ -201,18 +201,6 @@ def test_an_autoregressive_replay_with_a_gap_is_rejected(tiny_llama):
         sinklens.generate(tiny_llama, PROMPT, replay=canvas)
 
 
-def test_an_autoregressive_run_has_the_same_names(tiny_llama):
-    lengths, confidences = [], []
-    with sinklens.trace(tiny_llama, PROMPT) as t:
-        for _ in t.steps:
-            lengths.append(t["denoise.hook_canvas"].shape[1])
-            pattern = t[PATTERN]
-            confidences.append(t["denoise.hook_confidence"].item())
-    assert lengths == list(range(t.prompt_length, t.prompt_length + t.steps_run))
-    assert pattern.shape == (1, 6, 1, t.prompt_length + t.steps_run - 1)
-    assert all(0 < value <= 1 for value in confidences)
-
-
 @pytest.fixture(scope="module")
 def streams(tiny_llada):
     """The stream of each step of a brief run, from a hook function."""

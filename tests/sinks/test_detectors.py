@@ -226,11 +226,6 @@ def test_a_five_line_detector_works_like_the_built_in_ones():
     xr.testing.assert_equal(AboveTen().strength(track), track.scores())
 
 
-def test_a_detector_without_detect_cannot_be_instantiated():
-    with pytest.raises(TypeError, match=r"abstract method '?detect"):
-        Detector()
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_unit_that_a_track_lacks_is_refused_without_a_warning_about_the_threshold():
     track = planted([[0.0, 4.0, 0.0, 0.0]])

@@ -177,16 +177,6 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
     assert_equal(track, complete.sinks, steps=3)
 
 
-def test_an_unwritable_place_is_reported_at_the_first_step(tmp_path):
-    (tmp_path / "file").write_text("")
-    store = StoredSteps(tmp_path / "file" / "run.zarr", AXES, 4)
-    with pytest.raises(
-        SinklensError,
-        match=r"could not write to .*: .*\. Make room or choose another place",
-    ):
-        store.append(small_step(0)), store.flush()
-
-
 def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, complete, tmp_path):
     t = interrupted(tiny_llada, 3, Record(["values"], to=tmp_path / "run.zarr"))
     for track in (t.sinks, SinkTrack.open(tmp_path / "run.zarr")):

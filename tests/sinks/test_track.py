@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from tracks import LENGTH, made, planted
 
-import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import SinkTrack, TopK, build_track
-from sinklens.tasks import held_out
 
 MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
 both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -136,17 +134,3 @@ def test_a_track_returns_its_variables_by_name():
         track["real"]
     with pytest.raises(TrackError, match=r"holds no value_norm\. Record it .*Record\(\['values'\]\)"):
         track["value_norm"]
-
-
-@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
-def test_masked_and_committed_follow_the_canvas(request, model):
-    """In a run of three prompts of different lengths."""
-    run = sinklens.generate(request.getfixturevalue(model), [problem.prompt for problem in held_out(3)])
-    data = run.sinks.data
-    committed, masked = data["committed"].to_numpy(), data["masked"].to_numpy()
-    for row, step, place in zip(*committed.nonzero(), strict=True):
-        assert run.unmask_step[row, place] == step
-    assert (committed.sum(axis=(1, 2)) == run.steps_run).all()
-    np.testing.assert_array_equal(masked[:, 1:], masked[:, :-1] & ~committed[:, :-1])
-    np.testing.assert_array_equal(data["token_id"].to_numpy(), run.canvas[:, :-1].numpy())
-    np.testing.assert_array_equal(data["unmask_step"].to_numpy(), run.unmask_step.numpy())
