@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import ReadOnlyHookError
+from sinklens.errors import ReadOnlyHookError, require
 from sinklens.families.base import ROTATION, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Truncated
@@ -80,11 +80,12 @@ class AutoregressiveSettings(Truncated):
         drawn = decisions.categorical_candidates(probs, noise)
         candidates = state.ids_at(state.tree.denoise.hook_candidates, drawn[:, None])
         state.show_confidence(torch.ones_like(where), lambda: decisions.probability(probs, candidates[:, 0]))
-        if not bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
-            raise ReadOnlyHookError(
-                "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
-                "Edit denoise.hook_candidates to force another token, or call t.stop()."
-            )
+        require(
+            bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()),
+            "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
+            "Edit denoise.hook_candidates to force another token, or call t.stop().",
+            ReadOnlyHookError,
+        )
         canvas = state.canvas.clone()
         position = text.shape[1]
         canvas[:, :position], canvas[running, position] = text, candidates[:, 0]

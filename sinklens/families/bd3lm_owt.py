@@ -103,11 +103,12 @@ class Bd3lmOwtSettings(Sampler):
         Raises:
             PromptError: the prompts differ in length, so that their blocks would lie at different places.
         """
-        if len(set(prompt_lengths)) > 1:
-            raise PromptError(
-                f"the prompts have {min(prompt_lengths)} to {max(prompt_lengths)} tokens; blocks are counted from the "
-                f"first column, so the {self.name} sampler takes prompts of one length. Run the others separately."
-            )
+        require(
+            len(set(prompt_lengths)) <= 1,
+            f"the prompts have {min(prompt_lengths)} to {max(prompt_lengths)} tokens; blocks are counted from the "
+            f"first column, so the {self.name} sampler takes prompts of one length. Run the others separately.",
+            PromptError,
+        )
         return self
 
     def denoise(self, state: State) -> Iterator[None]:

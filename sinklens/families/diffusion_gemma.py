@@ -26,7 +26,7 @@ from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.families.base import Family
 from sinklens.sampling import decisions
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
@@ -102,11 +102,11 @@ class DiffusionGemmaSettings(RandomCanvas):
         return self.t_min + (self.t_max - self.t_min) * left
 
     def denoise(self, state: State) -> Iterator[None]:
-        if state.canvas.shape[1] != state.prompt_length + self.gen_length:
-            raise SettingError(
-                "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; "
-                "put them before the prompt."
-            )
+        require(
+            state.canvas.shape[1] == state.prompt_length + self.gen_length,
+            "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; "
+            "put them before the prompt.",
+        )
         self.check_start(state)
         state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)

@@ -200,8 +200,11 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
     same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
     same += ["n_group", "topk_group", "routed_scaling_factor"]
     share = config["partial_rotary_factor"]
-    if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor = {share} must be a share of the head")
+    require(
+        0 < share <= 1,
+        f"partial_rotary_factor = {share} must be a share of the head",
+        ValueError,
+    )
     return {
         **kept(config),
         **{key: config[key] for key in same},

@@ -39,7 +39,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.families.modulated import DIT, DIT_NEEDED
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import FallingTime, LastPrediction, StepTime
@@ -120,10 +120,10 @@ class MdlmWindowSettings(Sampler):
 
     def denoise(self, state: State) -> Iterator[None]:
         context = state.tree.cfg.n_ctx
-        if self.window_length > context:
-            raise SettingError(
-                f"window_length is {self.window_length}, and the context of this model {context}; give at most that."
-            )
+        require(
+            self.window_length <= context,
+            f"window_length is {self.window_length}, and the context of this model {context}; give at most that.",
+        )
         places = _places(state)
         for first in range(0, int(places.max()) + 1, self.stride_length):
             window, last = (places >= first) & (places < first + self.window_length), LastPrediction()

@@ -161,11 +161,12 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         Raises:
             PromptError: there are several prompts, whose blocks would begin at different places.
         """
-        if len(prompt_lengths) > 1:
-            raise PromptError(
-                f"the {self.name} sampler takes one prompt, because each row's next block begins where its own draft "
-                f"was rejected; got {len(prompt_lengths)}. Run them one by one."
-            )
+        require(
+            len(prompt_lengths) <= 1,
+            f"the {self.name} sampler takes one prompt, because each row's next block begins where its own draft "
+            f"was rejected; got {len(prompt_lengths)}. Run them one by one.",
+            PromptError,
+        )
         return self
 
     def spare(self, prompt_length: int) -> int:
@@ -216,11 +217,12 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         left[:, taken.start :] = state.mask_id
         left[:, taken.start : taken.stop] = best[:, : len(taken)]
         commit = run.within(taken)[None]
-        if not torch.equal(state.through("hook_commit", commit.clone()), commit):
-            raise ReadOnlyHookError(
-                "denoise.hook_commit of a verify step follows from how much of the draft agrees, so an edit of it is "
-                "lost. Edit denoise.hook_accepted_length or denoise.hook_verify."
-            )
+        require(
+            torch.equal(state.through("hook_commit", commit.clone()), commit),
+            "denoise.hook_commit of a verify step follows from how much of the draft agrees, so an edit of it is "
+            "lost. Edit denoise.hook_accepted_length or denoise.hook_verify.",
+            ReadOnlyHookError,
+        )
         state.end_step(run.cut(left))
 
 
@@ -228,11 +230,12 @@ def _accepted(state: State, draft: Int[Tensor, "1 block"], best: Int[Tensor, "1 
     """How many of the tokens `best` are taken: those that agree with the draft one place later, and one more."""
     agreed = (best[:, :-1] == draft[:, 1:]).long().cumprod(dim=1).sum(dim=1) + 1
     taken = int(state.through("hook_accepted_length", agreed)[0])
-    if not 1 <= taken <= draft.shape[1]:
-        raise HookFunctionError(
-            f"a hook or trace block wrote {taken} at denoise.hook_accepted_length; a verify step takes 1 to "
-            f"{draft.shape[1]} tokens."
-        )
+    require(
+        1 <= taken <= draft.shape[1],
+        f"a hook or trace block wrote {taken} at denoise.hook_accepted_length; a verify step takes 1 to "
+        f"{draft.shape[1]} tokens.",
+        HookFunctionError,
+    )
     return taken
 
 

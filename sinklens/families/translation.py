@@ -6,6 +6,7 @@ forward pass and are dropped.
 """
 
 import math
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +46,14 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     config.pop("quantization_config", None)  # of the weights, not of what they compute: see quantization.py
     if family.module:
         import_module(family.module)
-    nested = [key for key in ("text_config", "llm_config", "language_config") if config.get(key) is not None]
-    if nested and nested[0] not in CONFIG_MAPPING[family.architecture].sub_configs:
-        raise CheckpointError(
-            f"{where}: config.json has {nested[0]}, so it describes a model of several parts, such as images and text; "
-            f"sinklens reads {family.name} models of text alone. Load the checkpoint of the text model."
-        )
+    parts = {"text_config", "llm_config", "language_config"} - set(CONFIG_MAPPING[family.architecture].sub_configs)
+    others = sorted(key for key in parts if config.get(key) is not None)
+    require(
+        not others,
+        f"{where}: config.json has {', '.join(others)}, so it describes a model of several parts, such as images and "
+        f"text; sinklens reads {family.name} models of text alone. Load the checkpoint of the text model.",
+        CheckpointError,
+    )
     try:
         made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
     except CheckpointError:
@@ -79,41 +82,41 @@ def one_spelling(config: dict[str, Any], where: str) -> dict[str, Any]:
     moved = config.get("rope_parameters")
     if not isinstance(moved, dict) or any(isinstance(value, dict) for value in moved.values()):
         moved = {}
-    alone = {key: moved[key] for key in ("rope_theta", "partial_rotary_factor") if moved.get(key) is not None}
-    scaling = {key: value for key, value in moved.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    kept = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+    scaling = _scaling({key: value for key, value in moved.items() if key not in kept})
     found = {key: value for key, value in config.items() if key != "rope_parameters" or not moved}
-    if not _scales(found.get("rope_scaling")):
+    if _scaling(found.get("rope_scaling")) is None:
         found.pop("rope_scaling", None)
-    for key, value in (alone | ({"rope_scaling": scaling} if _scales(scaling) else {})).items():
-        if found.get(key, value) not in (value, None):
-            raise CheckpointError(
-                f"{where}: config.json has {key} = {found[key]!r}, but {value!r} in rope_parameters; keep one of them."
+    for key, value in {**moved, "rope_scaling": scaling}.items():
+        if key in kept and value is not None:
+            require(
+                found.get(key, value) in (value, None),
+                f"{where}: config.json has {key} = {found.get(key)!r}, but {value!r} in rope_parameters; keep one of "
+                f"them.",
+                CheckpointError,
             )
-        found[key] = value
+            found[key] = value
     return found
 
 
-def _scales(scaling: Any) -> bool:
-    """Whether ``rope_scaling`` changes the rotation; the type "default" does not."""
-    if not isinstance(scaling, dict):
-        return bool(scaling)
-    return bool(scaling) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+def _scaling(given: Any) -> Any:
+    """``rope_scaling`` if it changes the rotation; the type "default" does not."""
+    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else "other"
+    return given if given and kind != "default" else None
 
 
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
     """Check that the family can express the default of each key that config.json leaves out."""
     for key, allowed in family.required.items():
         published = key in family.defaults
-        if has_key(config, key) or not (published or has_key(made, key)):
-            continue
-        value = family.defaults[key] if published else value_at(made, key)
-        if value not in allowed:
-            source = "its published code" if published else f"transformers' class for {family.architecture}"
-            expected = " or ".join(repr(value) for value in allowed)
-            raise CheckpointError(
-                f"{where}: config.json has no {key}, and {source} then uses {value!r}; the {family.name} family can "
-                f"express only {expected}. Set it in config.json."
-            )
+        source = "its published code" if published else f"transformers' class for {family.architecture}"
+        value = family.defaults[key] if published else value_at(made, key, default=allowed[0])
+        require(
+            has_key(config, key) or value in allowed,
+            f"{where}: config.json has no {key}, and {source} then uses {value!r}; the {family.name} family can "
+            f"express only {_either(allowed)}. Set it in config.json.",
+            CheckpointError,
+        )
 
 
 def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
@@ -134,12 +137,10 @@ def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
 def _check_experts(made: "PreTrainedConfig", where: str) -> None:
     """Check that a token can be given to as many experts as the config says, of as many groups."""
     chosen, experts = getattr(made, "num_experts_per_tok", None), getattr(made, "num_local_experts", None)
-    groups = getattr(made, "n_group", None) or 1
-    allowed = getattr(made, "topk_group", None) or 1
-    if chosen is None or experts is None:
-        return
+    groups, allowed = getattr(made, "n_group", None) or 1, getattr(made, "topk_group", None) or 1
+    fits = chosen is None or experts is None or chosen <= allowed * (experts // groups)
     require(
-        not experts % groups and allowed <= groups and chosen <= allowed * (experts // groups),
+        fits and not (experts or 0) % groups and allowed <= groups,
         f"{where}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
         f"{allowed} of n_group = {groups} groups, which is impossible.",
         CheckpointError,
@@ -153,14 +154,19 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
         CheckpointError: they cannot; the message names the key, its value and the values that can be expressed.
     """
     for key, allowed in family.required.items():
-        if has_key(config, key) and value_at(config, key) not in allowed:
-            expected = " or ".join(repr(value) for value in allowed)
-            raise CheckpointError(
-                f"{where}: config.json has {key} = {value_at(config, key)!r}; the {family.name} family can express "
-                f"only {expected}. Ignoring the value would compute a different model."
-            )
-    if unknown := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
-        raise CheckpointError(f"{where}: config.json has {unknown[0]!r}; sinklens reads only {weighing.CONFIG_KEY}.")
+        value = value_at(config, key, default=allowed[0])
+        require(
+            value in allowed,
+            f"{where}: config.json has {key} = {value!r}; the {family.name} family can express only {_either(allowed)}"
+            f". Ignoring the value would compute a different model.",
+            CheckpointError,
+        )
+    unknown = [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]
+    require(
+        not unknown,
+        f"{where}: config.json has {', '.join(map(repr, unknown))}; sinklens reads only {weighing.CONFIG_KEY}.",
+        CheckpointError,
+    )
     chosen = config.get(weighing.CONFIG_KEY, "softmax")
     require(
         isinstance(chosen, str) and chosen in weighing.NORMALIZERS,
@@ -168,6 +174,10 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
         f"{', '.join(weighing.NORMALIZERS)}.{nearest(str(chosen), weighing.NORMALIZERS)}",
         CheckpointError,
     )
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(repr, values))
 
 
 def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -200,15 +210,15 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
 
 def has_key(config: Any, key: str) -> bool:
     """Whether a config, a dictionary or an object, has `key`; a dot leads into a part."""
-    first, _, rest = key.partition(".")
-    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    return first in entries and (not rest or has_key(entries[first], rest))
+    return value_at(config, key, default=config) is not config
 
 
-def value_at(config: Any, key: str) -> Any:
-    """The value of `key` in a config; None if it has no such key."""
-    if not has_key(config, key):
-        return None
-    first, _, rest = key.partition(".")
-    value = (config if isinstance(config, dict) else config.__dict__)[first]
-    return value_at(value, rest) if rest else value
+def value_at(config: Any, key: str, default: Any = None) -> Any:
+    """The value of `key` in a config; `default` if it has no such key."""
+    found = config
+    for part in key.split("."):
+        entries = found if isinstance(found, dict) else getattr(found, "__dict__", {})
+        if part not in entries:
+            return default
+        found = entries[part]
+    return found
