@@ -83,7 +83,15 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
         SettingError: another sampler has the name, or the class is not a complete sampler.
     """
     if not isinstance(new, Family):
-        _register_sampler(new)
+        complete = isinstance(new, type) and issubclass(new, Sampler) and not isabstract(new) and "name" in vars(new)
+        require(
+            complete,
+            f"{getattr(new, '__name__', new)} must be a dataclass derived from Sampler with a name and denoise.",
+        )
+        require(
+            SAMPLERS.setdefault(new.name, new) is new,
+            f"a sampler called {new.name!r} already exists; choose another name.",
+        )
         return
     placed = architecture_of(new.architecture) if architecture is None else architecture
     require(
@@ -95,18 +103,6 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
     if FAMILIES.get(new.name) != new:
         _validate(new)
     FAMILIES[new.name], ARCHITECTURES[new.architecture] = new, placed
-
-
-def _register_sampler(new: type[Sampler]) -> None:
-    valid = isinstance(new, type) and issubclass(new, Sampler) and not isabstract(new)
-    require(
-        valid and "name" in vars(new),
-        f"{getattr(new, '__name__', new)} must be a dataclass derived from Sampler with a name and denoise.",
-    )
-    require(
-        SAMPLERS.setdefault(new.name, new) is new,
-        f"a sampler called {new.name!r} already exists; choose another name.",
-    )
 
 
 def _validate(family: Family) -> None:

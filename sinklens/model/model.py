@@ -12,8 +12,8 @@ Pitfall: on an nnsight root a child module shadows a method of the same name, so
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,18 +51,6 @@ NOT_FINGERPRINTED = (
     "_name_or_path",
     "distributed_config",
 )  # config keys that the fingerprint leaves out
-ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Model` lacks, and what to use instead
-    **dict.fromkeys(
-        ("generate_stream", "hf_generate", "diffusion_generate"),
-        "call model.generate(prompt, ...) or sinklens.generate(model, prompt, ...), or open a run with sinklens.trace.",
-    ),
-    **dict.fromkeys(
-        ("enable_compatibility_mode", "process_weights", "process_weights_", "fold_layer_norm", "center_unembed"),
-        "weights stay as the checkpoint stores them; nothing is folded or centered.",
-    ),
-    "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
-    "input_to_embed": "read the hook point hook_embed.",
-}
 WRITTEN = "generator.output"  # the location that serves the ids after a run
 RUN = "sinklens.runs.generating:generate_as"  # these are found by name when they are called: they use models
 LIKELIHOOD = "sinklens.experiments.nll.estimate:likelihood"
@@ -231,7 +219,7 @@ class Model(ModuleMethods, SinglePasses):
             PromptError: the prompt is missing or invalid.
         """
         prompt = options.pop("input_ids", None) if input is None else input
-        return _found(RUN)(self, prompt, max_new_tokens=max_new_tokens, **options)
+        return resolve_name(RUN)(self, prompt, max_new_tokens=max_new_tokens, **options)
 
     def likelihood(self, prompt: Prompt, answer: Prompt, **options: Any) -> Any:
         """Log-likelihood of an answer given its prompt, or a lower bound of it, in nats, with its standard error.
@@ -246,12 +234,7 @@ class Model(ModuleMethods, SinglePasses):
         Returns:
             A `sinklens.experiments.Likelihood`, or one for each of several answers.
         """
-        return _found(LIKELIHOOD)(self, prompt, answer, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ELSEWHERE:
-            raise AttributeError(f"a sinklens model has no {name}: {ELSEWHERE[name]}")
-        return super().__getattr__(name)
+        return resolve_name(LIKELIHOOD)(self, prompt, answer, **options)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
@@ -366,12 +349,6 @@ def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:
             raise
     checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
-
-
-def _found(name: str) -> Any:
-    """A function of a higher floor, called "module:function"."""
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)
 
 
 @contextmanager

@@ -49,7 +49,6 @@ MARKS = "attention_mask is 1 on real tokens and 0 on padding, and has the shape 
 UNUSED = (  # ignored keys of the output of a tokenizer or processor
     "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping", "length",
 )  # fmt: skip
-IMAGES = ("pixel_values", "image_position_ids", "image_grid_thw")  # keys of a processor's output for images
 
 
 @dataclass(frozen=True)
@@ -347,10 +346,7 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
     known = ("input_ids", "attention_mask", *UNUSED)
     for key in prompt:
         if key not in known:
-            images = " sinklens reads text only; pass a prompt without images." if key in IMAGES else ""
-            raise PromptError(
-                f"a dict prompt has input_ids and attention_mask; got {key!r}.{images or nearest(str(key), known)}"
-            )
+            raise PromptError(f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}")
     require(
         "input_ids" in prompt,
         f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.",

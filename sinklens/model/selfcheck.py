@@ -59,7 +59,8 @@ def check(tree: HookTree, causal: bool) -> None:
             SelfCheckError,
         )
         hooked = run(1, tokens, [(name, lambda value, hook: seen[hook.name].append(value)) for name in seen])
-        _check_change(tree, plain, hooked)
+        change = (hooked - plain).abs().max().item() / max(1.0, plain.abs().max().item())
+        _require(change, TOLERANCE.get(tree.cfg.dtype, 1e-3), "watching every point changes the logits by")
         _check_points(tree, seen, tokens)
         if tree.architecture.encoder:
             _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
@@ -91,12 +92,6 @@ def _canvas_logits(tree: HookTree, rows: int, tokens: int, hooks: list[HookPair]
 
 def _ids(tree: HookTree, rows: int, tokens: int) -> Int[Tensor, "row pos"]:
     return (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
-
-
-def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor) -> None:
-    """Check that watching changes nothing."""
-    change = (hooked - plain).abs().max().item() / max(1.0, plain.abs().max().item())
-    _require(change, TOLERANCE.get(tree.cfg.dtype, 1e-3), "watching every point changes the logits by")
 
 
 def _check_patterns(

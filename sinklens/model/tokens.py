@@ -10,7 +10,7 @@ Silent failure: if the tokenizer adds a start token, a fragment of a longer text
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -169,19 +169,7 @@ class TokenMethods:
         found = PaddedIds.of(ids, real, self.reader.pad)
         return found if move_to_device else found.cpu()
 
-    @overload
-    def to_str_tokens(
-        self, prompt: str | TokenIds, prepend_bos: bool | None = None, padding_side: str | None = None
-    ) -> list[str]: ...
-
-    @overload
-    def to_str_tokens(
-        self, prompt: list[str], prepend_bos: bool | None = None, padding_side: str | None = None
-    ) -> list[list[str]]: ...
-
-    def to_str_tokens(
-        self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None
-    ) -> list[str] | list[list[str]]:
+    def to_str_tokens(self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
         """The tokens of one text, one row of ids or one id as separate strings; for several texts, one list per text.
 
         A row of ``run.canvas`` may contain -1, a position that does not exist yet; its string is "".
@@ -321,13 +309,7 @@ class ModuleMethods:
 
     tree: Any
 
-    train = _returning_model("train")
-    eval = _returning_model("eval")
-    requires_grad_ = _returning_model("requires_grad_")
-    to = _returning_model("to")
-    cpu = _returning_model("cpu")
-    cuda = _returning_model("cuda")
-    half = _returning_model("half")
-    bfloat16 = _returning_model("bfloat16")
-    float = _returning_model("float")
-    double = _returning_model("double")
+    train, eval, requires_grad_, to, cpu, cuda, half, bfloat16, float, double = map(
+        _returning_model,
+        ("train", "eval", "requires_grad_", "to", "cpu", "cuda", "half", "bfloat16", "float", "double"),
+    )

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sinklens.errors import CheckpointError
 
@@ -60,7 +60,7 @@ def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointErro
             found = json.loads(text)
         else:
             integer = _integer if LONG.search(text) else None
-            found = json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=integer)
+            found = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=integer)
             unescaped = json.dumps(found, ensure_ascii=False) if "\\u" in text else text
             unescaped.encode()  # fails for half a surrogate pair
     except (ValueError, RecursionError) as reason:
@@ -104,10 +104,6 @@ def read_yaml(file: Path, error: Refusal = CheckpointError) -> Any:
         told = "it is nested too deeply" if isinstance(reason, RecursionError) else " ".join(str(reason).split())
         raise error(f"{file} is not valid YAML: {told}.") from reason
     return parse_json(text, file, error)
-
-
-def _refused(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _finite(text: str) -> float:

@@ -172,7 +172,7 @@ BODIES = {  # name: (body, status, text)
     "a list": (b"[]", 400, "must be a JSON object; got list"),
     "half a surrogate pair": (b'{"prompt": "a\\ud800"}', 400, "surrogates not allowed"),
     "half a surrogate pair as a name": (b'{"prompt": "a", "settings": {"\\udc00": 1}}', 400, "surrogates not allowed"),
-    "NaN": (b'{"prompt": "a", "settings": {"temperature": NaN}}', 400, "NaN is not a number"),
+    "NaN": (b'{"prompt": "a", "settings": {"temperature": NaN}}', 400, "NaN is not finite"),
     "an infinite number": (b'{"prompt": "a", "settings": {"temperature": 1e999}}', 400, "is not finite"),
     "many digits": (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), 400, "does not fit into 64 bits"),
     "a sampler among the settings": (

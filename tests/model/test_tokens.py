@@ -147,17 +147,3 @@ def test_cfg_has_the_current_device_and_dtype_of_the_weights():
     model.tree.hf.float()  # bypassing the model
     assert model.cfg.dtype is torch.float32
     assert sinklens.generate(model, random_ids(), gen_length=2, steps=2).sinks.data.attrs["dtype"] == "torch.float32"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hf_generate", r"sinklens\.generate\(model, prompt"),
-        ("diffusion_generate", r"sinklens\.generate\(model, prompt"),
-        ("process_weights", "nothing is folded or centered"),
-        ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),
-    ],
-)
-def test_methods_that_are_missing_name_their_replacement(name, message):
-    with pytest.raises(AttributeError, match=f"a sinklens model has no {name}: .*{message}"):
-        getattr(shared_model(), name)

@@ -27,7 +27,7 @@ VALUES = ([], {}, "x", -7, 7, 10**30, 1.5, None, True, [[1]], float("nan"), 10**
         ('{"a":' * 100 + "1" + "}" * 100, "nested more than 64 deep"),
         ('{"a": ' + "9" * 5000 + "}", "does not fit into 64 bits"),
         ('{"a": 9223372036854775808}', "does not fit into 64 bits"),
-        ('{"a": NaN}', "NaN is not a number"),
+        ('{"a": NaN}', "NaN is not finite"),
         ('{"a": 1e999}', "1e999 is not finite"),
         ('{"a": "\\ud800"}', "surrogates not allowed"),
         ("[]", "contains a JSON list, not an object"),
