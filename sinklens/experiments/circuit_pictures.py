@@ -50,7 +50,7 @@ def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: 
             f"the circuit has edges at position {last}, so tokens must have the text of each of at least "
             f"{max(last, 1) + 1} columns; got {'none' if tokens is None else len(tokens)}."
         )
-    pairs = [(_node(edge.sender), _component(edge.receiver), edge.pos) for edge in edges]
+    pairs = [(_component(edge.sender), _component(edge.receiver), edge.pos) for edge in edges]
     names = {(name, pos) for sender, receiver, pos in pairs for name in (sender, receiver)}
     depth = 1 + max((_rank(name)[0] for name, _ in names if _kind(name) != "logits"), default=-1)
     nodes = {
@@ -111,13 +111,9 @@ def _graph_node(name: str, pos: int | None, depth: int) -> dict[str, Any]:
     }
 
 
-def _component(receiver: str) -> str:
-    """The component that a receiver belongs to: a head for its queries, keys and values."""
-    return receiver.partition(".")[0].removesuffix("_mlp_in") + (" MLP" if receiver.endswith("_mlp_in") else "")
-
-
-def _node(sender: str) -> str:
-    return sender.removesuffix("_mlp_out") + (" MLP" if sender.endswith("_mlp_out") else "")
+def _component(label: str) -> str:
+    """The component that a sender or receiver belongs to: a head for its queries, keys and values."""
+    return re.sub("_mlp_(in|out)$", " MLP", label.partition(".")[0])
 
 
 def _kind(name: str) -> str:

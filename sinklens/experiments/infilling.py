@@ -52,13 +52,10 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
             f"{', '.join(f'{answer} and {after}' for answer, after in sorted(sizes))}. Run them one by one: "
             f"[generate(model, **holes(model, parts)) for parts in texts]."
         )
-    forced: dict[int, list[int | None]] = {}
-    for number, row in enumerate(rows):
-        for place, token in enumerate(row.answer, start=len(row.prompt)):
-            if token is not None:
-                forced.setdefault(place, [None] * len(rows))[number] = token
+    (size, behind), columns = sizes.pop(), zip(*(row.answer for row in rows), strict=True)
+    forced = {at - size - behind: column for at, column in enumerate(columns) if set(column) != {None}}
     hooks: list[Intervention] = [ForceTokens(tokens=forced)] if forced else []
-    hooks += [Suffix(text=[row.after for row in rows])] if rows[0].after else []
+    hooks += [Suffix(text=[row.after for row in rows])] if behind else []
     longest = max(len(row.prompt) for row in rows)
     if not all(row.prompt for row in rows) and longest:
         raise PromptError(
@@ -69,7 +66,7 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
     ids = [[model.reader.pad] * pads + row.prompt for pads, row in zip(lead, rows, strict=True)]
     real = torch.arange(longest) >= torch.tensor(lead)[:, None]  # ids alone may look like padding
     prompt = Encoded(torch.tensor(ids, dtype=torch.long).reshape(len(rows), longest), real)
-    return {"prompt": prompt, "gen_length": len(rows[0].answer), "hooks": hooks}
+    return {"prompt": prompt, "gen_length": size, "hooks": hooks}
 
 
 class _Row(NamedTuple):

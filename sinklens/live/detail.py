@@ -14,7 +14,6 @@ from sinklens.live.session import Session
 from sinklens.views.report_data import Numbers, layer_maps, run_data
 
 LARGE = 32_000_000  # bytes of scores that are not sent
-UNREADABLE = "the run is {} and has no finished steps to read."
 
 
 def packed(array: np.ndarray) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def maps_of_layer(session: Session, run: LabRun, layer: int | None) -> dict[str,
     Raises:
         Refused: there is no such layer, or the run has not ended.
     """
-    require(run.readable, UNREADABLE.format(run.status), 409)
+    session.outcome(run.id)
     numbers = numbers_of(session, run.id)
     if layer is not None:
         check_index("layer", layer, numbers.layers)

@@ -24,9 +24,9 @@ import stat
 import tempfile
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import ZIP_STORED, ZipFile
@@ -121,8 +121,8 @@ class RunHistory:
         self._temporary = tempfile.TemporaryDirectory(prefix="sinklens-lab-") if folder is None else None
         self.kept = folder is not None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".").absolute()
-        self._recent: OrderedDict[str, RunOutcome] = OrderedDict()
-        self._unwritten: OrderedDict[str, RunOutcome] = OrderedDict()
+        self._unwritten: dict[str, RunOutcome] = {}
+        self._read = lru_cache(IN_MEMORY)(self._outcome)
         try:
             (self.folder / "runs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -143,7 +143,9 @@ class RunHistory:
         Raises:
             SinklensError: the file cannot be written.
         """
-        _limited(self._unwritten, run, outcome, MOST_UNWRITTEN)
+        self._unwritten[run] = outcome
+        for oldest in [*self._unwritten][:-MOST_UNWRITTEN]:
+            del self._unwritten[oldest]
         record = json.dumps({"summary": summary, "spec": spec, "outcome": outcome.record()})
         arrays = {name: getattr(outcome, name) for name in ARRAYS}
         size = sum(array.nbytes for array in arrays.values())
@@ -152,7 +154,6 @@ class RunHistory:
         with atomic_write(self._file(run)) as part, part.open("wb") as file:
             np.savez(file, allow_pickle=False, record=np.array(record), **arrays)
         del self._unwritten[run]
-        _limited(self._recent, run, outcome, IN_MEMORY)
 
     def load(self, run: str) -> RunOutcome:
         """The outcome of a run.
@@ -160,18 +161,16 @@ class RunHistory:
         Raises:
             Refused: its file is gone or damaged.
         """
-        known = self._recent.get(run) or self._unwritten.get(run)
-        if known is not None:
-            return known
+        return self._unwritten.get(run) or self._read(run)
+
+    def _outcome(self, run: str) -> RunOutcome:
         try:
             record, arrays = _read(self._file(run), ARRAYS)
-            outcome = RunOutcome.from_record(record["outcome"], arrays)
+            return RunOutcome.from_record(record["outcome"], arrays)
         except Exception as error:  # NumPy may raise anything for a damaged or forged file
             raise Refused(
                 f"the run's file can no longer be read: {str(error).rstrip('.')}. Run it again.", 410
             ) from error
-        _limited(self._recent, run, outcome, IN_MEMORY)
-        return outcome
 
     def remove(self, run: str) -> None:
         """Delete a run's file.
@@ -183,7 +182,6 @@ class RunHistory:
             self._file(run).unlink(missing_ok=True)
         except OSError as error:
             raise SinklensError(f"could not delete {self._file(run)}: {error}. Delete it by hand.") from error
-        self._recent.pop(run, None)
         self._unwritten.pop(run, None)
 
     def close(self) -> None:
@@ -193,13 +191,6 @@ class RunHistory:
 
     def _file(self, run: str) -> Path:
         return self.folder / "runs" / f"{run}.npz"
-
-
-def _limited(kept: OrderedDict[str, RunOutcome], run: str, outcome: RunOutcome, most: int) -> None:
-    """Add an outcome; of more than `most`, the oldest is dropped."""
-    kept[run] = outcome
-    while len(kept) > most:
-        kept.popitem(last=False)
 
 
 def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

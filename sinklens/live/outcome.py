@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from sinklens.families.registry import find_sampler
 from sinklens.hooks.forward_pass import MODES, PassKind
 from sinklens.live.chips import is_index
-from sinklens.live.refusal import require
+from sinklens.live.refusal import Refused, require
 from sinklens.runs import Answer, Generation
 from sinklens.sampling import as_policy
 from sinklens.sinks import SinkTrack, build_track
@@ -155,7 +155,7 @@ class RunOutcome:
         _check(record, arrays)
         parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
         parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
-        kinds = tuple(_kind(one) for one in record.get("kinds", ()))
+        kinds = _kinds(record.get("kinds", []), len(arrays["canvas"]) - 1, arrays["canvas"].shape[1])
         return cls(answer=Answer(**record["answer"]), time=record.get("time"), kinds=kinds, **parts)
 
 
@@ -164,24 +164,21 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _kind(given: Sequence[Any]) -> PassKind:
-    mode, segments, adapted = given
-    return PassKind(mode, None if segments is None else tuple(range(*one) for one in segments), adapted)
-
-
-def _is_kind(given: Any, pos: int) -> bool:
-    """Whether a record describes the pass of a step over at most `pos` columns."""
-    if (
-        not isinstance(given, list)
-        or len(given) != 3
-        or given[0] not in (None, *MODES)
-        or not isinstance(given[2], bool)
-    ):
-        return False
-    if given[1] is None:
-        return True
-    pairs = isinstance(given[1], list) and all(isinstance(one, list) and len(one) == 2 for one in given[1])
-    return pairs and all(is_index(at) and is_index(end) and at <= end <= pos for at, end in given[1])
+def _kinds(given: Any, steps: int, pos: int) -> tuple[PassKind, ...]:
+    """The passes of a record, over at most `pos` columns."""
+    text = "its passes are not one for each step."
+    try:
+        found = tuple(
+            PassKind(mode, None if segments is None else tuple(range(start, stop) for start, stop in segments), adapted)
+            for mode, segments, adapted in given
+        )
+    except (TypeError, ValueError) as error:
+        raise Refused(text) from error
+    spans = [span for kind in found for span in kind.segments or ()]
+    known = all(kind.mode in (None, *MODES) and isinstance(kind.adapted, bool) for kind in found)
+    fits = known and all(0 <= span.start <= span.stop <= pos for span in spans)
+    require(fits and len(found) in (0, steps), text)
+    return found
 
 
 def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -204,9 +201,6 @@ def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     time = record.get("time")
     numbers = isinstance(time, list) and len(time) == frames - 1 and all(type(number) is float for number in time)
     require(time is None or numbers, "its noise levels are not one number for each step.")
-    kinds = record.get("kinds", [])
-    described = isinstance(kinds, list) and len(kinds) in (0, frames - 1) and all(_is_kind(one, pos) for one in kinds)
-    require(described, "its passes are not one for each step.")
     words = json.loads(record["attrs"].get("vocabulary", "{}"))
     require(all(token.lstrip("-").isdigit() for token in words), "its vocabulary is not one of token ids.")
     types = {"text": (str, type(None)), "ended": (bool,), "tokens": (int,), "masks": (int,)}

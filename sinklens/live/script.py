@@ -30,28 +30,15 @@ def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
     """
     writer = _Writer(loading)
     names = [writer.run(spec, name) for name, spec in runs.items()]
-    imports = ["import sinklens", *_imports(writer.specs)]
-    printed = [_print(name, spec) for name, spec in zip(names, runs.values(), strict=True)]
-    if len(names) == 2 and _comparable(*runs.values()):
+    needed = sorted({change.name for spec, _ in writer.runs for change in spec.changes})
+    imports = ["import sinklens", *([f"from sinklens.interventions import {', '.join(needed)}"] if needed else [])]
+    prompts = [(spec.model, spec.prompt, spec.chat_template) for spec in runs.values()]
+    read = [".text" if isinstance(prompt, str) else ".tokens[0].tolist()" for _, prompt, _ in prompts]
+    printed = [f"print({name}{of})" for name, of in zip(names, read, strict=True)]
+    if len(names) == 2 and prompts[0] == prompts[1]:
         imports.insert(1, "from sinklens.experiments import compare")
         printed.append(f"print(compare({', '.join(names)}))")
     return "\n".join([*imports, "", *writer.lines, "", *printed, ""])
-
-
-def _imports(specs: Sequence[RunSpec]) -> list[str]:
-    """The imports that the changes of runs need."""
-    needed = {change.name for spec in specs for change in spec.changes}
-    return [f"from sinklens.interventions import {', '.join(sorted(needed))}"] if needed else []
-
-
-def _comparable(first: RunSpec, second: RunSpec) -> bool:
-    return (first.model, first.prompt, first.chat_template) == (second.model, second.prompt, second.chat_template)
-
-
-def _print(name: str, spec: RunSpec) -> str:
-    if isinstance(spec.prompt, str):
-        return f"print({name}.text)"
-    return f"print({name}.tokens[0].tolist())"
 
 
 class _Writer:
@@ -60,13 +47,13 @@ class _Writer:
     def __init__(self, loading: Mapping[str, str]) -> None:
         self._loading, self._models = loading, dict[str, str]()
         self.lines: list[str] = []
-        self.specs: list[RunSpec] = []
-        self._names: list[str] = []
+        self.runs: list[tuple[RunSpec, str]] = []
 
     def run(self, spec: RunSpec, name: str) -> str:
         """Write a run, after the one that it replays; returns the name of its variable."""
-        if spec in self.specs:
-            return self._names[self.specs.index(spec)]
+        for written, its_name in self.runs:
+            if written == spec:
+                return its_name
         replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
         model = self._model(spec.model)
         arguments = [model, _literal(spec.prompt), *_given(spec)]
@@ -75,8 +62,7 @@ class _Writer:
         if spec.task is not None:
             self.lines.append(f"# problem {_literal(spec.task[1])} of {_literal(spec.task[0])[1:-1]}")
         self.lines.append(_call(f"{name} = sinklens.generate", arguments))
-        self.specs.append(spec)
-        self._names.append(name)
+        self.runs.append((spec, name))
         return name
 
     def _model(self, model: str) -> str:
