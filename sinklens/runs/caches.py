@@ -3,7 +3,7 @@
 Limitation: a cache keeps a copy of every value on the device; a complete run of a large model does not fit in memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,14 +89,10 @@ def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> 
         HookNameError: a name is unknown, or a predicate matches nothing.
         SettingError: a layer does not exist, or no point is left.
     """
-    if not isinstance(wanted, Iterable) and not callable(wanted):
-        raise SettingError(f"names must be hook points, a list of them, or a predicate on names; got {wanted!r}.")
-    entries = [wanted] if isinstance(wanted, str) or callable(wanted) else list(wanted)
-    known, size = model.hook_names(), model.cfg.n_layers
-    found = {point for entry in entries for point in names.select(entry, known, size)}
+    found = model.tree.select(wanted)
     if layers is not None:
-        numbers = {str(layer) for layer in within("layer", layers, size)}
-        found = {name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers}
+        numbers = {str(layer) for layer in within("layer", layers, model.cfg.n_layers)}
+        found = [name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers]
     if not found:
         raise SettingError(f"{wanted!r} selects no hook point in layers {layers}; name at least one.")
-    return [name for name in known if name in found]
+    return found

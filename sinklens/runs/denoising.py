@@ -135,7 +135,7 @@ class Denoising:
         reused = VARIABLES if state.keys is not None or self.settings.reuses_keys else {}
         return SinkRecorder(
             Record() if record is True else record, tree, state.real.cpu(), self.settings.most_steps,
-            dict.fromkeys(of_pass(tree), ()) | reused, state.keys is not None, self.settings.left_to_right,
+            {**dict.fromkeys(of_pass(tree), ()), **reused}, state.keys is not None, self.settings.left_to_right,
         )  # fmt: skip
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:

@@ -171,7 +171,6 @@ def check_replay(state: State, settings: Sampler, replay: Int[Tensor, "batch ste
 
 def _check_begun(state: State, settings: Sampler, replay: Int[Tensor, "batch step pos"]) -> None:
     """Check the canvas on which the first step works, and that later ones hold what they must."""
-    check_replay(state, settings, replay)
     canvases, length = replay.shape[1:]
     if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
         raise SettingError(BEGAN)
