@@ -27,28 +27,25 @@ def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) ->
 
     check_folder(out, "a demo")
     asked, console = held_out()[PROBLEM], Console(highlight=False)
-    runs = []
-    for name in ("tiny-llada", "tiny-llama"):
-        model = load(name, **loading or {})
-        run = generate(model, asked.prompt)
-        assert run.sinks is not None
-        run.sinks.save(out / f"{name}.sinks.nc")
-        report(run, out / f"{name}.html")
-        runs.append((model, run))
-    write_figure(out / "sinks.png", sink_paths([run.sinks for _, run in runs if run.sinks is not None]))
-    answers = [f"{model.name}: {run.text.strip()}\n" for model, run in runs]
+    runs = [generate(load(name, **loading or {}), asked.prompt) for name in ("tiny-llada", "tiny-llama")]
+    tracks = [run.sinks for run in runs if run.sinks is not None]
+    for run, track in zip(runs, tracks, strict=True):
+        track.save(out / f"{run.model.name}.sinks.nc")
+        report(run, out / f"{run.model.name}.html")
+    write_figure(out / "sinks.png", sink_paths(tracks))
+    answers = [f"{run.model.name}: {run.text.strip()}\n" for run in runs]
     write_text(out / "answers.txt", "\n".join([f"{asked.prompt}\n", *answers]))
-    for (model, run), kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
-        console.rule(f"{model.name} ({kind}, {run.steps_run} steps)")
+    for run, kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
+        console.rule(f"{run.model.name} ({kind}, {run.steps_run} steps)")
         console.print(asked.prompt, markup=False)
-        terminal.show(model, run, console)
+        terminal.show(run.model, run, console)
         console.print(f"Answer: {run.text.strip()}   (correct: {asked.result})\n", markup=False)
     console.print(
         f"Written to {out}/: answers.txt, sinks.png (the sinks of both models at every step), the sink "
         f"tracks (open with sinklens.SinkTrack.open), and a page per model to step through:", markup=False,
     )  # fmt: skip
-    for model, _ in runs:
-        console.print(f"  open {(out / f'{model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
+    for run in runs:
+        console.print(f"  open {(out / f'{run.model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
 
 
 def lab(

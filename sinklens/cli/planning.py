@@ -95,36 +95,32 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
         f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {size_text(found.weights)}",
         f"    a step: {size_text(found.step)}, of which {size_text(found.watched)} for watched points",
     ]
-    if found.keys:
-        lines.append(f"    keys and values: {size_text(found.keys)} at the end of the run")
-    lines.append(
+    keys = [f"    keys and values: {size_text(found.keys)} at the end of the run"] * bool(found.keys)
+    host = (
         f"  in main memory: {size_text(found.host_bytes)} for the track and the canvases, twice while they are joined; "
         f"Record(to='run.zarr') keeps the track on disk"
     )
-    for card in cards:
-        fits = found.device_bytes <= 0.9 * card.memory
-        lines.append(
-            f"  {card.name}: {duration(found.seconds(card, utilization))} at {utilization:.0%} of "
-            f"{card.peak / 1e12:,.0f} TFLOP/s and {card.bandwidth / 1e12:.2f} TB/s"
-            + ("" if fits else "; does not fit into one")
-        )
-    return lines + _fitting_lines(found)
+    times = [
+        f"  {card.name}: {duration(found.seconds(card, utilization))} at {utilization:.0%} of "
+        f"{card.peak / 1e12:,.0f} TFLOP/s and {card.bandwidth / 1e12:.2f} TB/s"
+        + "; does not fit into one"
+        * (found.device_bytes > 0.9 * card.memory)
+        for card in cards
+    ]
+    return [*lines, *keys, host, *times, *_fitting_lines(found)]
 
 
 def _fitting_lines(found: "RunPlan") -> list[str]:
     """Which memory holds the run, by quantization."""
-    lines = ["  cards that hold this run, and the largest batch on one card:"]
-    variants = {
-        name: replace(found, quantization=name, weights=weights) for name, weights in found.alternatives.items()
-    }
-    for size in SIZES:
-        cells = []
-        for name, other in variants.items():
-            number = other.cards(size * 2**30)
-            held = f"{number} card{'s' * (number > 1)}" if number else "none"
-            cells.append(f"{name}: {held}, batch {other.largest_batch(size * 2**30)}")
-        lines.append(f"    {size} GiB: {'; '.join(cells)}")
-    return lines
+    variants = [replace(found, quantization=name, weights=weights) for name, weights in found.alternatives.items()]
+    sizes = [f"    {size} GiB: {'; '.join(_fitting(one, size * 2**30) for one in variants)}" for size in SIZES]
+    return ["  cards that hold this run, and the largest batch on one card:", *sizes]
+
+
+def _fitting(one: "RunPlan", memory: int) -> str:
+    number = one.cards(memory)
+    cards = f"{number} card{'s' * (number > 1)}" if number else "none"
+    return f"{one.quantization}: {cards}, batch {one.largest_batch(memory)}"
 
 
 def print_plan(
@@ -160,11 +156,8 @@ def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:
         f"{found.run.largest_batch(card.memory)} rows on {card.name}",
         f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}",
     ]
-    if found.disk_row_bytes:
-        lines.append(
-            f"  temporary files (TMPDIR), for keys of the unmasked run: {size_text(found.disk_row_bytes)} a row"
-        )
-    return lines
+    disk = f"  temporary files (TMPDIR), for keys of the unmasked run: {size_text(found.disk_row_bytes)} a row"
+    return lines + [disk] * bool(found.disk_row_bytes)
 
 
 def size_text(size: float | int) -> str:

@@ -88,10 +88,9 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
         f"Power beforehand, at the level of {0.05 / tests:.4g}: {power['holds']:.2f} for a true difference of "
         f"{plan.of_interest:g}; {shown} with 0.80.",
     ]
-    if not math.isnan(power["equivalent"]):
-        lines.append(f"Without any true difference, it is found equivalent with {power['equivalent']:.2f}.")
-    assumed = [f"{name} {value:g}" for name, value in plan.expect.items()]
-    return [*lines, f"Assumed (expect): {', '.join(assumed)}."]
+    equivalent = f"Without any true difference, it is found equivalent with {power['equivalent']:.2f}."
+    lines += [equivalent] * (not math.isnan(power["equivalent"]))
+    return [*lines, f"Assumed (expect): {', '.join(f'{name} {value:g}' for name, value in plan.expect.items())}."]
 
 
 def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differences: Any) -> list[str]:
@@ -117,9 +116,8 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
         few = made.shown > plan.of_interest
         why = "there are too few of them" if few else "their number is not the reason"
         lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")
-    if not grouped and not plan.prompts:
-        lines.append("The shipped problems have seven templates; this holds for these templates only.")
-    lines.append(f"It is about {plan.model}, one training run.")
+    only = "The shipped problems have seven templates; this holds for these templates only."
+    lines += [only] * (not grouped and not plan.prompts) + [f"It is about {plan.model}, one training run."]
     rows = differences[differences["measure"] == plan.measure]
     against = [
         f"- {row.model}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"

@@ -109,9 +109,6 @@ def verify(
     from sinklens.evaluation.verification import verify as checked
     from sinklens.model import load
 
-    for name, given in (("problems", problems), ("batch", batch)):
-        if given < 1:
-            raise SinklensError(f"--{name} must be at least 1; got {given}.")
     found = checked(
         load(model, **fitted(model, loading, settings), check=False), out / "runs", problems=problems, data=data,
         fingerprint=fingerprint, protocol=protocol, score=score, batch=batch, settings=settings or {},

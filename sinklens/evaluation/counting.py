@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,18 @@ def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> It
 
     bars: dict[str, Any] = {}
 
-    def count(label: str, done: int, total: int) -> None:
-        if label not in bars:
-            bars[label] = tqdm(desc=label, total=total, initial=done, unit=f" {unit}")
-        bars[label].update(done - bars[label].n)
-
     try:
-        yield count
+        with ExitStack() as opened:  # closed before the message, which ends standard error
+
+            def count(label: str, done: int, total: int) -> None:
+                if label not in bars:
+                    bars[label] = opened.enter_context(tqdm(desc=label, total=total, initial=done, unit=f" {unit}"))
+                bars[label].update(done - bars[label].n)
+
+            yield count
     except KeyboardInterrupt:
         if out is None:
             raise
-        for bar in bars.values():  # before the message, which ends standard error
-            bar.close()
         command = shlex.join(["sinklens", *call])
         print(f"sinklens: interrupted; {out} keeps the finished {unit}. To resume:\n  {command}", file=sys.stderr)
         raise SystemExit(130) from None
-    finally:
-        for bar in bars.values():
-            bar.close()

@@ -18,13 +18,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
+
+from annotated_types import Ge
 
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.units import Batch, Job
+from sinklens.utils.arguments import Count, NonNegative, check_arguments
 
 # For a cluster started here: no usage statistics, and no warnings about settings chosen on purpose.
 RAY_ENVIRONMENT = {
@@ -32,7 +35,6 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
 }
-LEAST = {"workers": 1, "gpus_per_worker": 0, "cpus_per_worker": 0.01, "tries": 1}
 
 
 @dataclass
@@ -54,18 +56,15 @@ class OnRay:
         SettingError: a number is out of range.
     """
 
-    workers: int | None = None
-    gpus_per_worker: float | int | None = None
-    cpus_per_worker: float | int = 1
+    workers: Count | None = None
+    gpus_per_worker: NonNegative | None = None
+    cpus_per_worker: Annotated[float | int, Ge(0.01)] = 1
     address: str | None = None
-    tries: int = 4
+    tries: Count = 4
     _joined: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SettingError(f"{name} must be at least {least}; got {value}.")
+        check_arguments(self)
 
     def __enter__(self) -> "OnRay":
         try:

@@ -124,8 +124,9 @@ class SinklensLM(TemplateLM):
             ]  # fmt: skip
         self.rule = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed)
         default = device == "cuda:0" and not torch.cuda.is_available()  # of the harness's command line
-        loading: dict[str, Any] = {"revision": revision, "device": None if default else device}
-        loading["dtype"] = None if dtype == "auto" else dtype
+        loading: dict[str, Any] = {
+            "revision": revision, "device": None if default else device, "dtype": None if dtype == "auto" else dtype,
+        }  # fmt: skip
         self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
         self._device = self.model.cfg.device
         self.cache = as_policy(cache)

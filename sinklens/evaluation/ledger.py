@@ -124,7 +124,6 @@ class Writer(ExitStack):
     def __init__(self, run: LedgerRun, shard: int = 0, kind: RecordKind = "records") -> None:
         super().__init__()
         self._run, self._kind, self._shard = run, kind, shard
-        self._database: sqlite3.Connection
 
     def __enter__(self) -> "Writer":
         with ExitStack() as opened:

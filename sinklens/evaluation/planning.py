@@ -105,6 +105,5 @@ def _length(tokenizer: Any, sample: Sample, chat_template: bool | str) -> float 
         return len(given) / (CHARACTERS if isinstance(given, str) else 1)
     if chat_template is not True or not tokenizer.chat_template:
         return len(tokenizer(given).input_ids)
-    turns = [{"role": "user", "content": sample.prompt}]
-    text = render(tokenizer, turns, None, " of the tokenizer")
+    text = render(tokenizer, [{"role": "user", "content": sample.prompt}], None, " of the tokenizer")
     return len(tokenizer(f"{text}{sample.opening}", add_special_tokens=False).input_ids)

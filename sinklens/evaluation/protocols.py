@@ -68,10 +68,6 @@ class Published:
             return None
         return proportion(round(self.score * self.samples), self.samples)
 
-    def of(self, model: str) -> bool:
-        """Whether `model`, a hub name or a folder, is this checkpoint."""
-        return is_checkpoint(model, self.model)
-
 
 def is_checkpoint(model: str, name: str) -> bool:
     """Whether `model`, a hub name or a folder, is the checkpoint called `name`: the last parts are equal."""
@@ -107,11 +103,6 @@ class HarnessProtocol(Protocol):
     `task` is the harness's name, "" if the score was measured with another harness alone; `settings` are arguments of
     `SinklensLM`: sampler settings, or those of likelihoods.
     """
-
-    @property
-    def likelihood(self) -> bool:
-        """Whether the task scores given answers."""
-        return "mc_num" in self.settings
 
     def command(self) -> str:
         """The call that repeats the score; "" without a task of the harness."""

@@ -174,13 +174,11 @@ def plan_run(
     with fake_model(source, load or {}, dtype) as model:
         chosen = settings_for(model, dict(settings))
         points, several = watched_points(model, watch), max(2, batch)
-        one = _peak(model, chosen, prompt_length, 1, points, keep, record_sinks)
-        more = _peak(model, chosen, prompt_length, several, points, keep, record_sinks)
+        one, more = (_peak(model, chosen, prompt_length, rows, points, keep, record_sinks) for rows in (1, several))
         step = one if batch == 1 else more
         plain = _peak(model, chosen, prompt_length, batch, [], False, record_sinks) if points else step
         stored = weights_by_quantization(model, quantization)
         quantization = quantization if quantization in stored else next(iter(stored))
-        weights = stored[quantization]
         rows, first, undecided = _sizes(chosen, prompt_length)
         length, steps = prompt_length + chosen.gen_length, chosen.most_steps
         keys = _keys(model, chosen, batch * rows, prompt_length, cached)
@@ -190,12 +188,12 @@ def plan_run(
         return RunPlan(
             model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length,
             parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
-            quantization=quantization, alternatives=stored, weights=weights, step=step,
+            quantization=quantization, alternatives=stored, weights=stored[quantization], step=step,
             step_row=(more - one) // (several - 1), watched=step - plain,
             keys=keys, first_keys=keys * first // length,
             track=batch * steps * (scores + 6 * length) if record_sinks else 0,
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
-            moved=_moved(model, weights, keys, batch * rows * queries, dtype),
+            moved=_moved(model, stored[quantization], keys, batch * rows * queries, dtype),
         )  # fmt: skip
 
 
@@ -243,13 +241,14 @@ def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
     Raises:
         HookNameError: no point has this name.
     """
-    known, layers = model.hook_names(), model.cfg.n_layers
-    found: list[str] = []
-    for text in watch:
-        below = WATCHED.get(text, text)
-        every = [name for name in known if name.endswith(f".{below}") and not name.startswith(names.ENCODER)]
-        found += every or names.select(below, known, layers)
-    return list(dict.fromkeys(found))
+    known = [name for name in model.hook_names() if not name.startswith(names.ENCODER)]
+    points = [WATCHED.get(text, text) for text in watch]
+    found = [
+        [name for name in known if name.endswith(f".{point}")]
+        or names.select(point, model.hook_names(), model.cfg.n_layers)
+        for point in points
+    ]
+    return list(dict.fromkeys(name for listed in found for name in listed))
 
 
 def _sizes(settings: "Sampler", prompt: int) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ Pitfall: two processes must not share a shard. The second one stops at once with
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import ControlWarning, LedgerError, SettingError, warn_caller
 from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
-from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
+from sinklens.evaluation.ledger import LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, Job, batches
 from sinklens.sampling import Policy
@@ -109,18 +109,13 @@ def evaluate(
             work += batches(condition, left, 1 if condition.hooks and _waits(run.what) else size)
             done[condition.name] = len(samples) - len(left)
             report(condition, done[condition.name], len(samples))
-        finished = _one_by_one(job, work) if workers is None else workers.carry_out(job, work)
+        finished = ((one, job.carry_out(one)) for one in work) if workers is None else workers.carry_out(job, work)
         for batch_done, records in finished:
             name = batch_done.condition.name
             writers[list(controls).index(name)].add(*records)
             done[name] += len(records)
             report(batch_done.condition, done[name], len(samples))
     return runs
-
-
-def _one_by_one(job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
-    for batch in work:
-        yield batch, job.carry_out(batch)
 
 
 def _samples(task: Task, limit: int | None, shard: tuple[int, int]) -> list[Sample]:

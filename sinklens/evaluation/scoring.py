@@ -47,7 +47,8 @@ def score(
     """
     ran = 0
     for run in evaluations(ledger):
-        task = _task_of(run, data)
+        given = {name: run.what["protocol"][name] for name in ("name", "task", "shots", "extractor")}
+        task: Any = EvalProtocol(**given).make_task(data if reads_files(given["task"]) else None)
         if not isinstance(task, CodeTask):
             continue
         with Writer(run, kind="verdicts") as writer:
@@ -60,12 +61,6 @@ def score(
                     progress(run, number, len(records))
         ran += len(left)
     return ran
-
-
-def _task_of(run: LedgerRun, data: str | Path | None) -> Any:
-    """The task that a run's records answer."""
-    given = {name: run.what["protocol"][name] for name in ("name", "task", "shots", "extractor")}
-    return EvalProtocol(**given).make_task(data if reads_files(given["task"]) else None)
 
 
 def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:
@@ -91,7 +86,7 @@ def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, lim
         "seconds": outcome.seconds,
         "isolation": str(outcome.isolation),
         "program_sha256": _sha256(program),
-        "text_sha256": _text_hash(record),
+        "text_sha256": _sha256(record["text"]),
     }
 
 
@@ -106,12 +101,8 @@ def verdicts(run: LedgerRun) -> dict[str, bool]:
         later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in records_of(run, "verdicts")}
         for record in records:
             if record["verdict"] is None:
-                found[str(record["sample"])] = later.get((str(record["sample"]), _text_hash(record)))
+                found[str(record["sample"])] = later.get((str(record["sample"]), _sha256(record["text"])))
     return {sample: bool(verdict) for sample, verdict in found.items() if verdict is not None}
-
-
-def _text_hash(record: LedgerRecord) -> str:
-    return _sha256(record["text"])
 
 
 def _sha256(text: str) -> str:

@@ -26,7 +26,7 @@ from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import CONTROLS, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
-from sinklens.evaluation.protocols import PROTOCOLS, departures
+from sinklens.evaluation.protocols import PROTOCOLS, departures, is_checkpoint
 from sinklens.evaluation.scoring import verdicts
 from sinklens.utils import estimates
 from sinklens.utils.estimates import Estimate, Paired, holm, paired, proportion
@@ -275,7 +275,10 @@ def _published(what: Mapping[str, Any], condition: Mapping[str, Any], accuracy: 
     departs, protocol = departures(what), PROTOCOLS.get(str(what["protocol"]["name"]))
     covered = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
     listed = protocol.published if covered and protocol is not None else ()
-    score = next((one for one in listed if one.masked == condition["masked"] and one.of(str(what["model"]))), None)
+    score = next(
+        (one for one in listed if one.masked == condition["masked"] and is_checkpoint(str(what["model"]), one.model)),
+        None,
+    )
     gap = NOTHING
     if score is not None and score.accuracy is not None and accuracy.n and not departs:
         gap = estimates.unpaired(score.accuracy, accuracy)

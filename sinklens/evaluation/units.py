@@ -69,16 +69,13 @@ def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: i
     Within one batch, copies of a prompt would get different random numbers; in separate batches they get the same.
     """
     seen: Counter[Hashable] = Counter()
-    rounds: list[list[Unit]] = []
+    rounds: dict[int, list[Unit]] = {}
     for unit in units:
         given = key(unit)
-        if seen[given] == len(rounds):
-            rounds.append([])
-        rounds[seen[given]].append(unit)
+        rounds.setdefault(seen[given], []).append(unit)
         seen[given] += 1
-    for part in rounds:
-        for start in range(0, len(part), size):
-            yield part[start : start + size]
+    for part in rounds.values():
+        yield from (part[start : start + size] for start in range(0, len(part), size))
 
 
 @dataclass(frozen=True)
@@ -250,6 +247,5 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRe
 
 
 def _device_name(model: "Model") -> str:
-    if model.cfg.device.type == "cuda":
-        return torch.cuda.get_device_name(model.cfg.device)
-    return platform.processor() or platform.machine()
+    gpu = model.cfg.device.type == "cuda"
+    return torch.cuda.get_device_name(model.cfg.device) if gpu else platform.processor() or platform.machine()

@@ -18,11 +18,14 @@ import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from annotated_types import Ge
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
 from sinklens.tasks.published import DataRow, HubSet, read_published
+from sinklens.utils.arguments import check_arguments
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
@@ -83,17 +86,12 @@ class Gsm8k(Task):
     """
 
     path: Path | None = None
-    style: str = "gsm8k"
-    shots: int | None = None
+    style: Literal["gsm8k", "gsm8k-cot", "gsm8k-cot-zeroshot"] = "gsm8k"
+    shots: Annotated[int, Ge(0)] | None = None
     extractor: Extractor = "flexible"
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise TaskError(f"style is {self.style!r}; allowed: {', '.join(STYLES)}.")
-        if self.extractor not in ("strict", "flexible"):
-            raise TaskError(f"extractor is {self.extractor!r}; allowed: strict, flexible.")
-        if self.shots is not None and self.shots < 0:
-            raise TaskError(f"shots is {self.shots}; give 0 or more, or None for {self._style.shots}.")
+        check_arguments(self)
         if self.shots and not self._style.shots:
             raise TaskError(f"the examples of the style {self.style!r} are not included; set shots=0.")
 
@@ -134,12 +132,9 @@ class Gsm8k(Task):
             raise TaskError(
                 f"shots is {shots}, but there are only {len(pool)} examples; give fewer shots or more examples."
             )
+        written = [f"{self._style.question.format(one['question'])} {one['answer']}\n\n" for one in pool]
         rng = random.Random(FEW_SHOT_SEED)
-        return [self._written(rng.sample(pool, shots)) for _ in range(count)]
-
-    def _written(self, examples: list[DataRow]) -> str:
-        question = self._style.question
-        return "".join(f"{question.format(record['question'])} {record['answer']}\n\n" for record in examples)
+        return ["".join(rng.sample(written, shots)) for _ in range(count)]
 
     def extract(self, text: str) -> str | None:
         """The number in the form that the harness compares; None if the extractor finds none."""

@@ -15,10 +15,11 @@ Source: Chen et al. 2021 (arXiv 2107.03374); EleutherAI/lm-evaluation-harness.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from sinklens.errors import TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
 from sinklens.tasks.published import DataRow, HubSet, read_published
+from sinklens.utils.arguments import check_arguments
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 STYLES = ("humaneval", "humaneval-instruct")
@@ -38,11 +39,10 @@ class HumanEval(CodeTask):
     """
 
     path: Path | None = None
-    style: str = "humaneval"
+    style: Literal["humaneval", "humaneval-instruct"] = "humaneval"
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise TaskError(f"style is {self.style!r}; allowed: {', '.join(STYLES)}.")
+        check_arguments(self)
 
     @property
     def name(self) -> str:

@@ -145,9 +145,7 @@ class Prompts(Task):
     path: Path | None = None
     by: Callable[[str, str, str], bool] | None = None
 
-    @property
-    def name(self) -> str:
-        return "prompts"
+    name = "prompts"
 
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)

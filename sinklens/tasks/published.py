@@ -9,7 +9,7 @@ Pitfall: a file of another split has the same fields and is not detected. Check 
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,27 +84,18 @@ def _checked(found: Mapping[str, Any], fields: Sequence[str], where: str) -> Dat
     return {name: found[name] for name in fields}
 
 
-def choose(path: Path, names: Iterable[str]) -> Path:
-    """`path` if it is a file, else the first of `names` that exists in the folder.
-
-    Raises:
-        TaskError: the folder contains none of them.
-    """
-    if not path.is_dir():
-        return path
-    for name in names:
-        if (path / name).is_file():
-            return path / name
-    raise TaskError(
-        f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it."
-    )
-
-
 def read_published(path: Path | None, names: tuple[str, ...], source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
     """The records of a published data set: of a file, of the first of `names` in a folder, or of the hub if `path` is
-    None; raises like `read_file`, `choose` and `read_hub`.
+    None; raises like `read_file` and `read_hub`, and TaskError if the folder contains none of `names`.
     """  # fmt: skip
-    return read_hub(source, fields) if path is None else read_file(choose(path, names), fields)
+    if path is None:
+        return read_hub(source, fields)
+    files = [path / name for name in names if (path / name).is_file()] if path.is_dir() else [path]
+    if not files:
+        raise TaskError(
+            f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it."
+        )
+    return read_file(files[0], fields)
 
 
 @cache

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
@@ -112,15 +113,14 @@ def stream(seed: int) -> Iterator[Function]:
 
 def held_out() -> list[Function]:
     """The first `HELD_OUT_EACH` distinct functions of each template of the held-out seed, in a fixed order."""
-    functions: list[Function] = []
-    missing = Counter(dict.fromkeys(FUNCTION_KINDS, HELD_OUT_EACH))
-    for function in distinct(stream(HELD_OUT_SEED), attrgetter("identity")):
-        if missing[function.kind]:
-            functions.append(function)
-            missing[function.kind] -= 1
-            if not missing.total():
-                break
-    return functions
+    seen: Counter[str] = Counter()
+
+    def is_early(function: Function) -> bool:
+        seen[function.kind] += 1
+        return seen[function.kind] <= HELD_OUT_EACH
+
+    functions = distinct(stream(HELD_OUT_SEED), attrgetter("identity"))
+    return list(islice(filter(is_early, functions), HELD_OUT_EACH * len(FUNCTION_KINDS)))
 
 
 def training(seed: int, size: int) -> list[Function]:
@@ -136,13 +136,8 @@ def training(seed: int, size: int) -> list[Function]:
 class TinyCode(CodeTask):
     """Three functions of each template to complete; a completion counts if its test passes."""
 
-    @property
-    def name(self) -> str:
-        return "tiny-code"
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return ("\ndef", "\nclass", "\n#", "\nif", "\nprint")
+    name = "tiny-code"
+    stop = ("\ndef", "\nclass", "\n#", "\nif", "\nprint")
 
     def samples(self, limit: int | None = None) -> list[CodeSample]:
         check_limit(limit)

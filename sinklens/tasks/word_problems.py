@@ -239,9 +239,7 @@ class TinyGsm(Task):
     Caveat: a correct number after incorrect work counts as right, as in GSM8K.
     """
 
-    @property
-    def name(self) -> str:
-        return "tiny-gsm"
+    name = "tiny-gsm"
 
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)

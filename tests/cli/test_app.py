@@ -357,12 +357,3 @@ def test_an_error_shows_control_characters_of_a_name_as_escapes(capsys):
     error = capsys.readouterr().err
     assert "\x1b" not in error
     assert "x1b[31mb" in error
-
-
-def test_a_text_that_begins_like_a_formula_is_quoted_in_csv():
-    from pandas import DataFrame
-
-    from sinklens.cli.printing import as_csv
-
-    table = DataFrame({"model": ["=1+1", "-x", "a"], "n": [-1, 2, 3]})
-    assert as_csv(table).splitlines() == ["model,n", "'=1+1,-1", "'-x,2", "a,3"]

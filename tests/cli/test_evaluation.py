@@ -318,10 +318,11 @@ ESCAPED = "/m/50%_a|b&c<b>[red]x\\x1b[2J"
 def test_the_names_in_a_table_are_escaped(tmp_path, capsys):
     for condition in masking([1], ["random"]):
         planted_run(tmp_path, {"s": True}, condition, model=HOSTILE)
+    planted_run(tmp_path, {"s": True}, model="=1+1")
     code, printed, _ = run(capsys, "table", tmp_path)
     assert (code, "\x1b" in printed, f"{ESCAPED}: accuracy" in printed) == (0, False, True), printed
     written = (tmp_path / "table.csv").read_text()
-    assert ("\x1b" in written, ESCAPED in written) == (False, True)
+    assert ("\x1b" in written, ESCAPED in written, "'=1+1," in written) == (False, True, True)
     assert written.startswith("task,protocol,model,condition,masked,")
 
 

@@ -162,10 +162,10 @@ def test_without_ray_the_error_names_the_extra(without_ray, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"workers": 0}, r"workers must be at least 1; got 0"),
-        ({"gpus_per_worker": -1}, r"gpus_per_worker must be at least 0; got -1"),
-        ({"cpus_per_worker": 0}, r"cpus_per_worker must be at least 0.01; got 0"),
-        ({"tries": 0}, r"tries must be at least 1; got 0"),
+        ({"workers": 0}, r"workers must be an integer of at least 1 or None; got 0"),
+        ({"gpus_per_worker": -1}, r"gpus_per_worker must be a finite number of at least 0 or None; got -1"),
+        ({"cpus_per_worker": 0}, r"cpus_per_worker must be a finite number of at least 0.01; got 0"),
+        ({"tries": 0}, r"tries must be an integer of at least 1; got 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(given, message):

@@ -6,23 +6,7 @@ import pytest
 
 from sinklens.errors import TaskError
 from sinklens.tasks import word_problems
-from sinklens.tasks.base import cut
 from training import skills
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("one\ndef two", "one"),
-        ("one\nprint(1)\ndef two", "one"),
-        ("one print def", "one print def"),
-        ("\ndef", ""),
-        ("", ""),
-    ],
-)
-def test_an_answer_ends_before_the_first_of_the_stop_texts(text, kept):
-    assert cut(text, ("\ndef", "\nprint")) == kept
-    assert cut(text, ()) == text
 
 
 @pytest.mark.parametrize("held_out", [word_problems.held_out, partial(skills.held_out, "copy")])

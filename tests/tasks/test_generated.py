@@ -2,41 +2,12 @@
 
 import hashlib
 from functools import partial
-from itertools import count, islice
 from operator import attrgetter
 
 import pytest
 
-from sinklens.errors import TaskError
 from sinklens.tasks import tiny_code, word_problems
-from sinklens.tasks.generated import distinct, first_distinct, training_set
 from training import pictures, skills
-
-
-def stream(seed):
-    """seed, seed, seed + 1, seed + 1, ..."""
-    return (seed + number // 2 for number in count())
-
-
-def last_digit(number):
-    return number % 10
-
-
-def test_distinct_items_keep_their_order_and_their_first_occurrence():
-    assert list(distinct([3, 13, 4, 3, 24, 5], last_digit)) == [3, 4, 5]
-    assert first_distinct(stream(8), last_digit, 4) == [8, 9, 10, 11]
-    assert first_distinct(stream(8), last_digit, 0) == []
-
-
-def test_a_training_set_leaves_out_held_out_identities_and_keeps_repetitions():
-    found = training_set(stream, last_digit, [11, 12], seed=30, held_out_seed=7, size=6)
-    assert found == [30, 30, 33, 33, 34, 34]
-    assert found == [number for number in islice(stream(30), 10) if number % 10 not in (1, 2)]
-
-
-def test_the_held_out_seed_cannot_be_trained_on():
-    with pytest.raises(TaskError, match="seed 7 is the held-out seed; train on any other seed"):
-        training_set(stream, last_digit, [], seed=7, held_out_seed=7, size=1)
 
 
 def of_skill(skill):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sinklens.errors import TaskError
+from sinklens.errors import SinklensError
 from sinklens.tasks.gsm8k import Gsm8k
 
 
@@ -92,13 +92,13 @@ def test_without_examples_the_prompt_is_the_question(folder):
             "style 'gsm8k-cot' are not included; set shots=0",
         ),
         ({"shots": 20}, None, "shots is 20, but there are only 8 examples; give fewer shots"),
-        ({"shots": -1}, None, "shots is -1; give 0 or more, or None for 5"),
-        ({"style": "cot"}, None, "style is 'cot'; allowed: gsm8k, gsm8k-cot, gsm8k-cot-zeroshot"),
+        ({"shots": -1}, None, "shots must be an integer of at least 0 or None; got -1"),
+        ({"style": "cot"}, None, "style must be one of gsm8k, gsm8k-cot, gsm8k-cot-zeroshot; got 'cot'"),
         ({}, 0, "limit is 0; give the number of samples, at least 1"),
     ],
 )
 def test_missing_and_too_many_examples_and_invalid_settings_are_refused(folder, settings, limit, text):
-    with pytest.raises(TaskError, match=text):
+    with pytest.raises(SinklensError, match=text):
         Gsm8k(folder, **settings).samples(limit)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sinklens.errors import TaskError
 from sinklens.tasks import find_task, published
-from sinklens.tasks.published import HubSet, choose, read_file, read_hub
+from sinklens.tasks.published import HubSet, read_file, read_hub
 
 LINE = '{"question": "Q?", "answer": "#### 1", "more": 3}\n'
 
@@ -80,7 +80,6 @@ def test_a_folder_without_the_file_is_refused(tmp_path):
         find_task("gsm8k", path=tmp_path).samples()
     with pytest.raises(TaskError, match=r"contains none of HumanEval\.jsonl"):
         find_task("humaneval", path=tmp_path).samples()
-    assert choose(tmp_path / "x.jsonl", ("test.jsonl",)) == tmp_path / "x.jsonl"
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "humaneval"])

@@ -71,13 +71,12 @@ def test_a_body_of_another_template_fails(samples):
 
 
 def test_fields_are_those_of_humaneval(samples):
-    assert len(samples) == len({sample.id for sample in samples}) == 3 * len(FUNCTION_KINDS)
+    assert len(samples) == 3 * len(FUNCTION_KINDS)
     for sample in samples:
         assert sample.prompt == sample.stub
         assert re.fullmatch(rf'def {sample.entry_point}\([a-z, ]+\):\n """[^"]+"""\n', sample.prompt)
         assert sample.reference.startswith(" return ")
         assert sample.test.startswith("def check(candidate):\n    assert candidate(")
-    assert [sample.id for sample in TinyCode().samples(3)] == ["tiny-code/0", "tiny-code/1", "tiny-code/2"]
 
 
 def test_all_templates_and_wordings_occur():
