@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
-from sinklens.interventions import Intervention, MaskKeys, MaskSinks
+from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.places import AtKeys, Reach
 from sinklens.interventions.rules import as_rule, as_tuple

@@ -83,6 +83,7 @@ def test_without_examples_the_prompt_is_the_question(folder):
     assert prompts == ["Question: Test 0?\nAnswer:", "Q: Test 0?\nA:", "Q: Test 0?\nA: Let's think step by step."]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("settings", "limit", "text"),
     [

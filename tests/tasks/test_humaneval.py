@@ -5,7 +5,7 @@ import json
 import pytest
 from programs import program
 
-from sinklens.errors import TaskError
+from sinklens.errors import SettingError
 from sinklens.tasks import find_task
 from sinklens.tasks.humaneval import HumanEval
 
@@ -70,8 +70,9 @@ def test_in_the_instruct_style_the_answer_begins_with_the_signature_and_ends_wit
     assert program(task, sample, text) == program(HumanEval(file), sample, "    return 2 * x\n")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unknown_style_is_refused(file):
-    with pytest.raises(TaskError, match="style is 'chat'; allowed: humaneval, humaneval-instruct"):
+    with pytest.raises(SettingError, match="style must be one of humaneval, humaneval-instruct; got 'chat'"):
         HumanEval(file, "chat")
 
 
