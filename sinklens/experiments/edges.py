@@ -33,7 +33,6 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, differentiable, metric_value, wide
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import Time
@@ -273,7 +272,6 @@ def read_attribution(
     key: int | None = None,
     *,
     row: int = 0,
-    readers: Mapping[str, Sequence[str]] | None = None,
 ) -> xr.Dataset:
     """The effect of a key's message on the predictions of a step, by the component that reads it.
 
@@ -288,8 +286,6 @@ def read_attribution(
         head: the head whose message is removed; None for all heads of the layer.
         key: canvas position of the key, including padding; None for the key with the largest column sum in the head or
             heads.
-        readers: name -> labels of the components that read the change together, as the receivers of `PathPatch`. By
-            default every later component alone.
 
     Returns:
         ``kl`` over ``reader``: the KL divergence of the step's predictions from those of the unchanged pass, mean over
@@ -298,8 +294,8 @@ def read_attribution(
         all) and ``key``.
 
     Raises:
-        SettingError: an index, position or component that does not exist, a reader that the head does not reach, or a
-            model with norms after its sublayers (DiffusionGemma).
+        SettingError: an index or position that does not exist, or a model with norms after its sublayers
+            (DiffusionGemma).
     """
     require_run(run, "run")
     model = run.model
@@ -311,7 +307,8 @@ def read_attribution(
     here, columns = given.row(row), given.columns(row)
     pair = Pair(model, here.ids, here.ids, here.attention_mask, here.time)
     place, change = _message(pair, layer, heads, None if key is None else given.place(row, key))
-    groups = _groups(readers, layer, model)
+    later = [receiver for receiver in receivers_of(model) if receiver.depth > 2 * layer]
+    groups = {receiver.name: [receiver] for receiver in later} | {EVERY: later}
     places = torch.arange(len(columns))[-1:] if model.causal else run.undecided[row, step, columns].nonzero()[:, 0]
     places = places.to(here.ids.device)
     before = pair.values(pair.clean, [])[1][0, places].double().log_softmax(-1)
@@ -338,16 +335,3 @@ def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple
     message = pattern[:, :, place, None] * (mean - own[place, :, None])
     change = torch.einsum("hqd,hdm->qm", message, wide(pair.model.blocks[layer].attn.W_O[heads]))
     return place, change[None] * wide(kept[gate])[:, None] if gates else change[None]
-
-
-def _groups(readers: Mapping[str, Sequence[str]] | None, layer: int, model: "Model") -> dict[str, list[Receiver]]:
-    """The readers by name, and last all of them."""
-    later = [receiver for receiver in receivers_of(model) if receiver.depth > 2 * layer]
-    if readers is None:
-        found = {receiver.name: [receiver] for receiver in later}
-    else:
-        found = {str(name): named(receivers_of(model), labels) for name, labels in readers.items()}
-    early = [receiver.name for group in found.values() for receiver in group if receiver.depth <= 2 * layer]
-    if early:
-        raise SettingError(f"{early[0]} does not read what heads of layer {layer} write; choose a later reader.")
-    return {**found, EVERY: later}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from sinklens.errors import SettingError
 from sinklens.experiments.step_ids import StepIds, exact_step
@@ -99,7 +99,6 @@ def jump_undone(
     letter: str = "q",
     *,
     positions: Sequence[int] | None = None,
-    source: Int[torch.Tensor, " pos"] | None = None,
 ) -> float:
     """Share of a jump that is undone if a path into its head carries what its senders wrote one step before.
 
@@ -110,12 +109,10 @@ def jump_undone(
         sender: labels of components, as in `PathPatch`; None for all that the head reads.
         letter: "q" or "k": whether the head's queries or its keys read them.
         positions: positions of the queries or keys that are patched, not counting padding.
-        source: ids of another canvas, without padding, on which the senders wrote what the path carries; by default
-            those of the step before.
 
     Raises:
-        SettingError: another letter, a sender that the head does not read, a source of another length, an
-            autoregressive run, one whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
+        SettingError: another letter, a sender that the head does not read, an autoregressive run, one
+            whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
     read_as(Literal["q", "k"], "letter", letter)
     require_run(run, "run")
@@ -128,12 +125,9 @@ def jump_undone(
     steps = [exact_step(run, step) for step in (jump.step - 1, jump.step)]
     refuse_indirect(model, "jump_undone")
     before, now = (step.row(jump.row) for step in steps)
-    ids = before.ids if source is None else source[None].to(before.ids)
-    if ids.shape != now.ids.shape:
-        raise SettingError(f"source must have the {now.ids.shape[1]} ids of the step's canvas; got {ids.shape[1]}.")
     points = ["hook_embed"]
     points += [f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")]
-    _, written = model.tree.run_with_cache(ids, names_filter=points, time=before.time)
+    _, written = model.tree.run_with_cache(before.ids, names_filter=points, time=before.time)
     if sender is None:
         sender = [one.name for one in senders_of(model) if one.depth < 2 * jump.layer]
     head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads

@@ -82,7 +82,10 @@ def assess(
         raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     point, logits, fits = stream_point(model, point), MaskedLogits(), [Fit(sae) for _ in scopes]
-    read = [_reader(fit, point, scope) for fit, scope in zip(fits, scopes, strict=True)]
+    read = [
+        ScopeReader(point, lambda hook, places, x, fit=fit: fit.add(x), scope=scope)
+        for fit, scope in zip(fits, scopes, strict=True)
+    ]
     base = generate(model, list(prompts), hooks=[*read, logits], **given)
     loss, rows = token_losses(base, logits), []
     for fit, scope in zip(fits, scopes, strict=True):
@@ -97,10 +100,6 @@ def assess(
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
     data = xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
     return data.assign(recovered=(data["loss_mean"] - data["loss_spliced"]) / (data["loss_mean"] - data["loss"]))
-
-
-def _reader(fit: "Fit", point: str, scope: Scope) -> ScopeReader:
-    return ScopeReader(point, lambda hook, places, x: fit.add(x), scope=scope)
 
 
 def token_losses(base: "Generation", logits: MaskedLogits) -> float:

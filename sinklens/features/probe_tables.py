@@ -106,10 +106,11 @@ def probe_table(
         if test.lacks_classes(y):
             rows += [{"point": point, **missing} for point in part.values]
             continue
+        position = part.columns.get("from_answer", part.columns.get("pos", np.zeros(len(part))))
         controls = {
             "majority": test.scored(None, y).score,
             "bag": np.nan if bag is None else test.scored(bag, y).score,
-            "place": test.scored(_one_hot(_position(part)), y).score,
+            "place": test.scored(_one_hot(position), y).score,
         }
         tasks = [task for _ in range(repeats) for task in _control_task(part, y, test, rng)]
         for point, x in part.values.items():
@@ -272,12 +273,6 @@ def _tokens(part: ProbeData) -> Any:
     entries = (np.ones(int(known.sum())), (known.nonzero()[0], code[known]))
     counts = csr_matrix(coo_matrix(entries, shape=(len(used), len(names))))
     return csr_matrix(hstack([counts[board], _one_hot(part.columns["token_id"])]))
-
-
-def _position(part: ProbeData) -> Shaped[np.ndarray, " place"]:
-    """Where the places are; 0 where that is not known."""
-    unknown = np.zeros(len(part), dtype=np.int64)
-    return part.columns.get("from_answer", part.columns.get("pos", unknown))
 
 
 def _one_hot(values: Shaped[np.ndarray, " place"]) -> Any:
