@@ -141,11 +141,8 @@ class Family:
     @property
     def attention(self) -> str:
         """What it was trained with: "causal", "block-causal", "bidirectional", "per-pass" or `class_attention`."""
-        if self.class_attention:
-            return self.class_attention
-        if self.modes:
-            return "per-pass"
-        return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
+        usual = "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
+        return self.class_attention or ("per-pass" if self.modes else usual)
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:

@@ -87,14 +87,9 @@ class DiffusionGemmaSettings(RandomCanvas):
         return self.canvas_length
 
     @property
-    def canvases(self) -> int:
-        """Number of canvases."""
-        return self.gen_length // self.canvas_length
-
-    @property
     def steps(self) -> int:
         """Largest number of steps of the complete generation."""
-        return self.canvases * self.max_denoising_steps
+        return self.gen_length // self.canvas_length * self.max_denoising_steps
 
     def temperature(self, step: int) -> float:
         """The temperature of step `step` of a canvas, counted from 0."""
@@ -110,8 +105,7 @@ class DiffusionGemmaSettings(RandomCanvas):
         self.check_start(state)
         state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
-        for number in range(self.canvases):
-            start = state.prompt_length + number * self.canvas_length
+        for start in range(state.prompt_length, state.canvas.shape[1], self.canvas_length):
             block = _OpenCanvas(state, self, start)
             state.canvas = self.begun(state, start)
             state.undecided = state.canvas < 0

@@ -138,14 +138,6 @@ class Modulate(nn.Module):
         return modulated(x, shift, scale)
 
 
-class DitAttention(LlamaAttention):
-    """Llama's attention, of all positions or block-causal."""
-
-    def __init__(self, config: DitConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.is_causal = False
-
-
 class DitMlp(nn.Module):
     """W_2 gelu(W_1 x + b_1) + b_2."""
 
@@ -166,7 +158,8 @@ class DitBlock(nn.Module):
     def __init__(self, config: DitConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = DitNorm(config.hidden_size, config.layer_norm_eps)
-        self.self_attn = DitAttention(config, layer_idx)
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.self_attn.is_causal = False
         self.post_attention_layernorm = DitNorm(config.hidden_size, config.layer_norm_eps)
         self.mlp = DitMlp(config)
         self.modulation = nn.Linear(config.cond_dim, 6 * config.hidden_size)

@@ -173,13 +173,11 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
 def llada(config: dict[str, Any]) -> dict[str, Any]:
     """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
     settings = {new: config[old] for old, new in CONFIG.items() if old in config}
-    if settings.get("intermediate_size") is None:
-        settings["intermediate_size"] = config["mlp_ratio"] * config["d_model"]
-    if settings.get("num_key_value_heads") is None:
-        settings["num_key_value_heads"] = config["n_heads"]
     return {
         **kept(config),
         **settings,
+        "intermediate_size": config.get("mlp_hidden_size") or config["mlp_ratio"] * config["d_model"],
+        "num_key_value_heads": config.get("n_kv_heads") or config["n_heads"],
         "hidden_act": "silu",
         "rope_parameters": rotation(config),
         "vocab_size": config.get("embedding_size") or config["vocab_size"],

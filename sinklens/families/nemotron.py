@@ -74,15 +74,10 @@ class CompleteBlocks(BlocksAfterPrompt):
             f"choose {fitting}, or another block_length.",
         )
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return self.gen_length // self.block_length
-
     def block_ranges(self, prompt_length: int) -> list[range]:
         """The columns of each block."""
-        starts = range(prompt_length, prompt_length + self.gen_length, self.block_length)
-        return [range(start, start + self.block_length) for start in starts]
+        columns = range(prompt_length, prompt_length + self.gen_length)
+        return [columns[first : first + self.block_length] for first in range(0, self.gen_length, self.block_length)]
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class NemotronDiffusionSettings(CompleteBlocks):
     @property
     def steps(self) -> int:
         """Largest number of steps: the prompt's pass, and those of each block with its commit."""
-        return 1 + self.blocks * (self.block_length + 1)
+        return 1 + self.gen_length // self.block_length * (self.block_length + 1)
 
     def denoise(self, state: State) -> Iterator[None]:
         run = ModeSteps(state, self, state.eos_ids if self.stop else (), self.causal_context)
@@ -116,20 +111,11 @@ class NemotronDiffusionSettings(CompleteBlocks):
             for counts in decisions.even_schedule(masked, self.block_length):
                 if not bool(run.masked(state.canvas, block).any()):
                     break
-                yield from run.fill("denoise", block, self._chooser(counts))
+                least = counts if self.threshold is None else [1] * len(counts)
+                yield from run.fill("denoise", block, partial(_best, least, self.threshold))
             yield from run.read("commit", block, seeds=self.causal_context)
             if bool(run.ended(state.canvas).all()):
                 return
-
-    def _chooser(self, counts: list[int]) -> Any:
-        """What a step accepts: `counts` of each row, or with a threshold the best and all that reach it."""
-
-        accepted = counts if self.threshold is None else [1] * len(counts)
-
-        def choose(confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]) -> Tensor:
-            return decisions.most_confident(confidence, accepted, self.threshold, block)
-
-        return choose
 
 
 @dataclass(frozen=True)
@@ -266,7 +252,7 @@ class NemotronDllmSettings(CompleteBlocks):
     @property
     def steps(self) -> int:
         """Number of steps: the prompt's pass, and those of each block with its commit."""
-        return 1 + self.blocks * (self.denoising_steps + 1)
+        return 1 + self.gen_length // self.block_length * (self.denoising_steps + 1)
 
     def denoise(self, state: State) -> Iterator[None]:
         run = ModeSteps(state, self)
@@ -274,14 +260,18 @@ class NemotronDllmSettings(CompleteBlocks):
         for block in self.block_ranges(state.prompt_length):
             masked = run.masked(state.canvas, block).sum(dim=1)
             for counts in decisions.even_schedule(masked, self.denoising_steps):
-                yield from run.fill("denoise", block, partial(_best, counts), by_entropy=self.neg_entropy)
+                yield from run.fill("denoise", block, partial(_best, counts, None), by_entropy=self.neg_entropy)
             yield from run.read("commit", block, seeds=False)
 
 
 def _best(
-    counts: Sequence[int], confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]
+    counts: Sequence[int],
+    threshold: float | None,
+    confidence: Float[Tensor, "batch pos"],
+    block: Bool[Tensor, "batch pos"],
 ) -> Bool[Tensor, "batch pos"]:
-    return decisions.most_confident(confidence, counts, None, block)
+    """The most confident `counts` of each row, and all that reach `threshold`."""
+    return decisions.most_confident(confidence, counts, threshold, block)
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:

@@ -152,14 +152,16 @@ def find_sampler(name: str) -> type[Sampler]:
     Raises:
         SettingError: no sampler has this name, or it is known and not supported.
     """
-    if not isinstance(name, str):
-        raise SettingError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got {name!r}.")
+    require(isinstance(name, str), f"sampler must be a name, one of {', '.join(SAMPLERS)}; got {name!r}.")
     if name not in SAMPLERS:
         register_installed()
-    if name not in SAMPLERS and name.lower() in REFUSED_SAMPLERS:
-        raise SettingError(f"the sampler {name!r} {REFUSED_SAMPLERS[name.lower()]}")
     if name not in SAMPLERS:
-        raise SettingError(f"no sampler is called {name!r}; known: {', '.join(SAMPLERS)}.{nearest(name, SAMPLERS)}")
+        refused = REFUSED_SAMPLERS.get(name.lower())
+        raise SettingError(
+            f"the sampler {name!r} {refused}"
+            if refused
+            else f"no sampler is called {name!r}; known: {', '.join(SAMPLERS)}.{nearest(name, SAMPLERS)}"
+        )
     return SAMPLERS[name]
 
 
@@ -341,21 +343,16 @@ def _has_keys(config: dict[str, Any], family: Family) -> bool:
 
 def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
     """What in config.json says that the model is not `family`'s."""
-    signs = []
     foreign = [name for name in class_names(config) if family.own_classes and name not in family.own_classes]
-    if foreign:
-        signs.append(f"architectures names {', '.join(foreign)} instead of {' or '.join(family.own_classes)}")
     directed = not family.class_attention and isinstance(config.get("is_causal"), bool)
-    if directed and config["is_causal"] != family.causal:
-        signs.append(f"is_causal is {config['is_causal']}")
-    if not family.stock:
-        return signs
-    brought = config.get("auto_map")
-    entries = brought if isinstance(brought, dict) else {}
-    code = {str(name) for key, name in entries.items() if key.startswith(("AutoConfig", "AutoModel"))}
-    if code:
-        signs.append(f"auto_map names code of its own ({', '.join(sorted(code))})")
+    brought = config.get("auto_map") if isinstance(config.get("auto_map"), dict) and family.stock else {}
+    code = {str(name) for key, name in brought.items() if key.startswith(("AutoConfig", "AutoModel"))}
     keys = {*DIFFUSION_KEYS, *(one.block_length_key for one in FAMILIES.values() if one.block_length_key)}
-    if family.causal and config.get("is_causal") is not True:
-        signs += [f"it has {key}, which causal models lack" for key in sorted(keys) if config.get(key) is not None]
-    return signs
+    unusual = family.stock and family.causal and config.get("is_causal") is not True
+    signs = {
+        f"architectures names {', '.join(foreign)} instead of {' or '.join(family.own_classes)}": foreign,
+        f"is_causal is {config.get('is_causal')}": directed and config["is_causal"] != family.causal,
+        f"auto_map names code of its own ({', '.join(sorted(code))})": code,
+        **{f"it has {key}, which causal models lack": unusual and config.get(key) is not None for key in sorted(keys)},
+    }
+    return [sign for sign, seen in signs.items() if seen]

@@ -96,14 +96,9 @@ def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
         sampler is None,
         f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.",
     )
-    if mode not in family.modes:
-        known = ", ".join(map(repr, family.modes))
-        advice = (
-            f"one of {known}.{nearest(str(mode), family.modes)}"
-            if family.modes
-            else f"left out for {family.name} models, which decode in one way."
-        )
-        raise SettingError(f"mode={mode!r} must be {advice}")
+    allowed = f"one of {', '.join(map(repr, family.modes))}.{nearest(str(mode), family.modes)}"
+    alone = f"left out for {family.name} models, which decode in one way."
+    require(mode in family.modes, f"mode={mode!r} must be {allowed if family.modes else alone}")
     return family.modes[mode]
 
 

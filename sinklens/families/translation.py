@@ -121,12 +121,11 @@ def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Fa
 
 def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
     """Check that layers see all of their keys, or a window of them where the class has windows."""
-    if family.class_attention:
-        return
     has_windows = hasattr(type(made), "sliding_window")  # a class without them would ignore the key
     windowed = family.causal and has_windows and getattr(made, "sliding_window", None) is not None
     allowed = {"full_attention", "sliding_attention"} if windowed else {"full_attention"}
-    if other := sorted(set(getattr(made, "layer_types", None) or ()) - allowed):
+    other = sorted(set(getattr(made, "layer_types", None) or ()) - allowed)
+    if other and not family.class_attention:
         off = " while sliding_window is off" if family.causal and has_windows and not windowed else ""
         raise CheckpointError(
             f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "

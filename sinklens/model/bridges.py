@@ -7,14 +7,13 @@ them. Bridges over other code than transformers' (native models, code of a check
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from sinklens.errors import CheckpointError, require
 from sinklens.model import files
 from sinklens.model.loading import Checkpoint, build_empty, from_pretrained_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    pass
 
 _WHERE = "the TransformerBridge (weights must not be folded or centered)"
 
@@ -36,31 +35,23 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
         CheckpointError,
     )
     weights = {name.replace("._original_component", ""): value for name, value in original.named_parameters()}
-    hf = _filled(original.config, weights)
-    return from_pretrained_model(hf, tokenizer if tokenizer is not None else bridge.tokenizer)
-
-
-def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrainedModel":
-    """A model of the config's class that holds `weights` themselves.
-
-    Raises:
-        CheckpointError: they are not what the class holds.
-    """
-    first = next(iter(weights.values()))
+    first, config = next(iter(weights.values())), original.config
     hf = build_empty(config, dtype=first.dtype)
     expected = {name: tuple(value.shape) for name, value in hf.named_parameters(remove_duplicate=False)}
     tied = set(getattr(hf, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
     files.check_weights(files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied, _WHERE)
-    if parted := sorted(tied & set(weights)):  # named_parameters lists shared weights once, under the first name
-        raise CheckpointError(
-            f"the config of the TransformerBridge ties its weights, but {', '.join(parted)} has separate values: "
-            f"weights must not be folded or centered. Pass the bridge as it was booted."
-        )
+    parted = sorted(tied & set(weights))  # named_parameters lists shared weights once, under the first name
+    require(
+        not parted,
+        f"the config of the TransformerBridge ties its weights, but {', '.join(parted)} has separate values: weights "
+        f"must not be folded or centered. Pass the bridge as it was booted.",
+        CheckpointError,
+    )
     hf.load_state_dict(weights, assign=True, strict=not tied)
     hf.tie_weights()
     for module in list(hf.modules()):  # the rotary frequencies, which are not among the weights
         for name, child in module.named_children():
             if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
                 setattr(module, name, type(child)(config=hf.config).to(first.device))
-    return hf
+    return from_pretrained_model(hf, tokenizer if tokenizer is not None else bridge.tokenizer)

@@ -164,16 +164,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _refuse_lone_adapter(folder: Path) -> None:
     """Say of which model an adapter is, if `folder` holds an adapter without one."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return
-    try:
+    if (folder / ADAPTER_CONFIG).is_file():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    except CheckpointError:
-        base = None
-    raise CheckpointError(
-        f"{folder} holds only an adapter{f' of {base}' if base else ''}. Load the model with it, as in "
-        f"sinklens.load({base or '...'!r}, adapter={str(folder)!r})."
-    )
+        raise CheckpointError(
+            f"{folder} holds only an adapter{f' of {base}' if base else ''}. Load the model with it, as in "
+            f"sinklens.load({base or '...'!r}, adapter={str(folder)!r})."
+        )
 
 
 def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:

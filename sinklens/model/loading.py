@@ -161,7 +161,9 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     family, blocks = identify(raw, str(folder), request.family, request.block_length)
     raw = _with_mask(raw, request.mask_token_id, family, str(folder))
     weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
-    config = translate(_with_rows(raw, family, weights), family, str(folder))
+    rows, size = weights.shapes.get(family.rows_of, (0,))[0], raw.get("vocab_size")
+    padded = {"vocab_size": rows} if isinstance(size, int) and rows > size else {}  # config.json may name fewer tokens
+    config = translate(raw | padded, family, str(folder))
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     tied = dict(empty.all_tied_weights_keys)
@@ -352,12 +354,6 @@ def _with_mask(raw: dict[str, Any], mask: int | None, family: Family, where: str
         CheckpointError,
     )
     return raw | {"mask_token_id": mask}
-
-
-def _with_rows(raw: dict[str, Any], family: Family, weights: files.Weights) -> dict[str, Any]:
-    """config.json with as many tokens as the stored embedding has rows, where the family's config does not say it."""
-    rows, size = weights.shapes.get(family.rows_of, ()), raw.get("vocab_size")
-    return raw | {"vocab_size": rows[0]} if rows and isinstance(size, int) and rows[0] > size else raw
 
 
 def _mask_token(

@@ -165,12 +165,11 @@ class Model(ModuleMethods, SinglePasses):
         end = list(self.eos_token_ids)
         if self.tokenizer is None:
             return {"mask": mask, "start": [], "end": end, "markup": []}
-        start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        start = [] if self.tokenizer.bos_token_id in (None, *end) else [self.tokenizer.bos_token_id]
         added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
         markup = sorted((added | set(self.tokenizer.all_special_ids)) - {*mask, *start, *end})
-        starts = [token for token in start if token not in end]
         words = [token for token in mask if self.mask_is_text and token not in added]
-        found = {"mask": mask, "start": starts, "end": end, "markup": markup}
+        found = {"mask": mask, "start": start, "end": end, "markup": markup}
         return found | ({"words": words} if words else {})
 
     @property

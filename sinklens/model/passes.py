@@ -75,8 +75,8 @@ class SinglePasses(TokenMethods, Root):
         """
         if not self.handover.running:
             self._refuse_edits("a plain call")
-        ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return super().__call__(ids, hook=hook, **_with_mask(mask), **options)
+        ids, marks = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
+        return super().__call__(ids, hook=hook, **marks, **options)
 
     forward = __call__
 
@@ -94,8 +94,8 @@ class SinglePasses(TokenMethods, Root):
         The prompt and `attention_mask` are as in `model(...)`, all other arguments as in `HookTree.run_with_cache`.
         """
         self._refuse_edits("run_with_cache")
-        ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return self.tree.run_with_cache(ids, *args, **_with_mask(mask), **options)
+        ids, marks = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
+        return self.tree.run_with_cache(ids, *args, **marks, **options)
 
     def run_with_hooks(
         self,
@@ -111,8 +111,8 @@ class SinglePasses(TokenMethods, Root):
         The prompt and `attention_mask` are as in `model(...)`, all other arguments as in `HookTree.run_with_hooks`.
         """
         self._refuse_edits("run_with_hooks")
-        ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
+        ids, marks = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
+        return self.tree.run_with_hooks(ids, *args, **marks, **options)
 
     def loss_fn(
         self,
@@ -172,8 +172,8 @@ class SinglePasses(TokenMethods, Root):
 
     def _one_pass(
         self, prompt: Any, mask: Any, prepend_bos: bool | None, padding_side: str | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Ids and attention mask of a pass requested by the user; padding stays in place.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Ids of a pass requested by the user and, as a keyword argument, its attention mask; padding stays in place.
 
         Arguments of other libraries' passes that have no effect are removed from `options`.
         """
@@ -181,12 +181,12 @@ class SinglePasses(TokenMethods, Root):
             del options[name]
         longer = options.pop("allow_longer", False)
         if options.get("start_at_layer") is not None:  # the prompt is a stream
-            return prompt, mask
+            return prompt, {} if mask is None else {"attention_mask": mask}
         given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
         if mask is None:
             self.reader.warn_right_padding(prompt, given)
         self._check_pass(given, options.get("mode"), longer)
-        return given.ids, None if bool(given.real.all()) else given.real
+        return given.ids, {} if bool(given.real.all()) else {"attention_mask": given.real}
 
     def _check_pass(self, given: Encoded, mode: Any = None, longer: bool = False) -> None:
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
@@ -230,8 +230,8 @@ class SinglePasses(TokenMethods, Root):
         **options: Any,
     ) -> tuple:
         longer = {name: options[name] for name in ("allow_longer",) if name in options}  # the pass itself checks again
-        ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
-        return (ids,), {**_with_mask(mask), **options, **longer}
+        ids, marks = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
+        return (ids,), {**marks, **options, **longer}
 
     def _real_tokens(
         self,
@@ -262,8 +262,3 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
             f"a pass has no argument {name}=: {NOT_HERE[name]}.",
         )
     return {name: value for name, value in options.items() if name not in NOT_HERE}
-
-
-def _with_mask(mask: Tensor | None) -> dict[str, Tensor]:
-    """The attention mask as a keyword argument, if there is one."""
-    return {} if mask is None else {"attention_mask": mask}

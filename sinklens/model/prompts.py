@@ -345,8 +345,11 @@ def _texts(prompt: Any) -> list[str] | None:
 def _check_keys(prompt: Mapping[str, Any]) -> None:
     known = ("input_ids", "attention_mask", *UNUSED)
     for key in prompt:
-        if key not in known:
-            raise PromptError(f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}")
+        require(
+            key in known,
+            f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}",
+            PromptError,
+        )
     require(
         "input_ids" in prompt,
         f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.",

@@ -28,13 +28,9 @@ def config_for(wanted: Any, dtype: torch.dtype) -> Any:
     """transformers' quantization config for the argument ``quantization`` of `sinklens.load`."""
     import transformers
 
-    if wanted == "bnb-int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    if wanted == "bnb-nf4":
-        return transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
-    return wanted
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    named = {"bnb-int8": {"load_in_8bit": True}, "bnb-nf4": nf4}
+    return transformers.BitsAndBytesConfig(**named[wanted]) if isinstance(wanted, str) else wanted
 
 
 def check_library(config: Any, where: str) -> None:
@@ -129,10 +125,9 @@ def read_quantized(
     except (ImportError, RuntimeError, ValueError, KeyError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"transformers could not load the quantized weights ({type(error).__name__}: {reason[:300]}). Try another "
-            f"method: {', '.join(METHODS)}."
+            f"transformers could not load the quantized weights ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}). Try another method: {', '.join(METHODS)}."
         ) from error
     require(
         quantized_weights(hf),

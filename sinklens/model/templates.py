@@ -73,11 +73,7 @@ def _limited(template: str) -> Any:
         _check((left, right), sum if name == "+" else math.prod)
         return plain.binop_table[name](left, right)
 
-    def call(context: Any, function: Any, *given: Any, **named: Any) -> Any:
-        _check((getattr(inspect.unwrap(function), "__self__", 1), *given, *named.values()))
-        return plain.call(context, function, *given, **named)
-
-    limited.call_binop, limited.call, limited.concat = call_binop, call, _joined
+    limited.call_binop, limited.call, limited.concat = call_binop, _checked(plain.call), _joined
     limited.filters = {name: _checked(function) for name, function in plain.filters.items()}
     made = limited.from_string(template)
     made.root_render_func.__globals__.update(concat=_joined, str_join=_joined, markup_join=_joined)
@@ -85,7 +81,7 @@ def _limited(template: str) -> Any:
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that checks what it is given; Jinja's marks of what else it takes stay."""
+    """A function that checks what it is given; Jinja's marks of what else a filter takes stay."""
 
     def checked(*given: Any, **named: Any) -> Any:
         _check((*given, *named.values()))
@@ -113,7 +109,8 @@ def _check(given: Iterable[Any], together: Callable[..., Any] = math.prod) -> No
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, and of those in a list; the absolute value of an integer, as a width or a count."""
+    """Characters of a text, of those in a list, and of the text of a method; an integer, as a width or a count."""
+    value = getattr(inspect.unwrap(value), "__self__", 1) if callable(value) else value
     if isinstance(value, str):
         return max(1, len(value), *(int(width[:20]) for width in WIDTH.findall(value)))
     if isinstance(value, list | tuple):

@@ -180,10 +180,8 @@ class TokenMethods:
         side_of(padding_side)
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
             return [self.to_str_tokens(str(text), prepend_bos) for text in prompt]
-        if isinstance(prompt, str):
-            rows = [self.to_tokens(prompt, prepend_bos)[0].tolist()]
-        else:
-            rows = self.reader.id_rows(prompt if as_integer(prompt) is None else [int(prompt)])
+        prompt = self.to_tokens(prompt, prepend_bos) if isinstance(prompt, str) else prompt
+        rows = self.reader.id_rows(prompt if as_integer(prompt) is None else [int(prompt)])
         tokenizer = self._require_tokenizer("to_str_tokens")
         require(
             len(rows) == 1,
@@ -248,10 +246,8 @@ class TokenMethods:
             f"mode must be 'first' or 'last'; got {mode!r}.",
             PromptError,
         )
-        if isinstance(prompt, str):
-            rows = self.to_tokens(prompt, prepend_bos, padding_side).tolist()
-        else:
-            rows = self.reader.id_rows(prompt)
+        ids = self.to_tokens(prompt, prepend_bos, padding_side) if isinstance(prompt, str) else prompt
+        rows = self.reader.id_rows(ids)
         token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
         require(
             len(rows) == 1,

@@ -54,15 +54,12 @@ def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointErro
             number, an integer of more than 64 bits or half a surrogate pair.
     """
     try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        if python:
-            found = json.loads(text)
-        else:
-            integer = _integer if LONG.search(text) else None
-            found = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=integer)
-            unescaped = json.dumps(found, ensure_ascii=False) if "\\u" in text else text
-            unescaped.encode()  # fails for half a surrogate pair
+        text = text if isinstance(text, str) else text.decode()
+        integer = _integer if LONG.search(text) else None
+        strict = {} if python else {"parse_constant": _finite, "parse_float": _finite, "parse_int": integer}
+        found = json.loads(text, **strict)
+        unescaped = json.dumps(found, ensure_ascii=False) if "\\u" in text else text
+        unescaped.encode(errors="surrogatepass" if python else "strict")  # else fails for half a surrogate pair
     except (ValueError, RecursionError) as reason:
         said = "nested too deeply" if isinstance(reason, RecursionError) else reason
         raise error(f"{where} is not valid JSON ({said}); it may be incomplete. Restore or resend it.") from reason

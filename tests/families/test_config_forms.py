@@ -371,33 +371,18 @@ def test_a_config_that_fits_several_families_is_refused_with_the_choices(tmp_pat
         assert sinklens.load(tmp_path, block_length=4).family == family
 
 
-GEMMA_FORMS: dict[str, tuple[Config, str]] = {
-    "as published": ({}, ""),
-    "torch_dtype": ({"dtype": None, "torch_dtype": "bfloat16"}, ""),
-    "no class": ({"architectures": None}, ""),
-    "another class": ({"architectures": ["Gemma4ForCausalLM"]}, "instead of DiffusionGemmaForBlockDiffusion"),
-    "code": ({"auto_map": {"AutoModel": "someone/own--modeling_own.Own"}}, r"auto_map names code of its own \(someone"),
-    "bidirectional text": (
-        {"text_config": {"use_bidirectional_attention": "all"}},
-        "can express only 'vision' or None",
-    ),
-}
+GEMMA_FORMS: list[tuple[Config, str]] = [
+    ({"architectures": ["Gemma4ForCausalLM"]}, "instead of DiffusionGemmaForBlockDiffusion"),
+    ({"auto_map": {"AutoModel": "someone/own--modeling_own.Own"}}, r"auto_map names code of its own \(someone"),
+    ({"text_config": {"use_bidirectional_attention": "all"}}, "can express only 'vision' or None"),
+]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if text else pytest.mark.extended) for name, (_, text) in GEMMA_FORMS.items()]
-)
-def test_forms_of_diffusion_gemmas_nested_config(shared, tmp_path, name):
-    changes, text = GEMMA_FORMS[name]
+@pytest.mark.parametrize(("changes", "text"), GEMMA_FORMS)
+def test_a_form_of_diffusion_gemmas_nested_config_is_refused(shared, tmp_path, changes, text):
     folder = shared / "conformance" / "diffusion-gemma"
     config = json.loads((folder / "config.json").read_text())
     nested = {"text_config": config["text_config"] | changes.get("text_config", {})}
-    config = {key: value for key, value in (config | changes | nested).items() if value is not None}
-    write_checkpoint(tmp_path, config, load_file(folder / "model.safetensors"))
-    if text:
-        with pytest.raises(CheckpointError, match=text):
-            sinklens.load(tmp_path)
-        return
-    ids = torch.arange(2 * 20).reshape(2, 20) % 240 + 3
-    with torch.no_grad():
-        torch.testing.assert_close(sinklens.load(tmp_path)(ids), sinklens.load(folder)(ids))
+    write_checkpoint(tmp_path, config | changes | nested, load_file(folder / "model.safetensors"))
+    with pytest.raises(CheckpointError, match=text):
+        sinklens.load(tmp_path)

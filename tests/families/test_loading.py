@@ -38,12 +38,6 @@ from sinklens.model import loading, reading
 LLADA_HEAD = "model.transformer.ff_out.weight"
 
 
-def _logits(model: Callable[..., Any], ids: Tensor, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        made = model(ids, **kwargs)
-    return made if isinstance(made, Tensor) else made.logits
-
-
 @pytest.fixture
 def llada(tmp_path: Path) -> Path:
     """A LLaDA checkpoint."""
@@ -72,8 +66,8 @@ def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
     model, sharded = (sinklens.load(folder, **arguments(family)) for folder in (tmp_path, tmp_path / "sharded"))
     wanted = eager_logits(hf, ids, causal(family), family in BLOCK_CAUSAL)
-    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
-    assert torch.equal(_logits(sharded, ids), _logits(model, ids))
+    torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(sharded(ids), model(ids))
     assert not any(module.training for module in model.tree.hf.modules())
     assert model.family == family
     assert model.mask_token_id == (None if causal(family) else 60)
@@ -91,7 +85,7 @@ def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
     write_checkpoint(tmp_path, public_config(family, hf), weights)
     model, ids = sinklens.load(tmp_path), random_ids()
     assert model.tree.W_U.data_ptr() == model.tree.W_E.data_ptr()
-    torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.fast_cases(2)
@@ -117,7 +111,7 @@ def test_the_element_type_is_the_requested_one(tmp_path, monkeypatch, given, sma
     wanted = eager_logits(hf.to(expected), ids, causal=False).float()
     rough = expected.itemsize == 2
     close = {"rtol": 0.05 if rough else 1e-4, "atol": 0.1 if rough else 1e-5}
-    torch.testing.assert_close(_logits(model, ids).float(), wanted, **close)
+    torch.testing.assert_close(model(ids).float(), wanted, **close)
 
 
 SPREAD = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -239,22 +233,17 @@ def _add(folder: Path, **more: Tensor) -> None:
     save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors")
 
 
-def _cut(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def _pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def _write(name: str, text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(text)
 
 
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
-    "broken config": (_write("config.json", "{"), r"config\.json is not valid JSON"),
+    "broken config": (_write("config.json", "{"), r"config\.json is not valid JSON \(.*may be incomplete"),
+    "config in another encoding": (
+        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"),
+        r"config\.json cannot be read: 'utf-8' codec",
+    ),
     "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type 'mamba' is not a known"),
     "unsupported": (
         lambda folder: change_config(folder, alibi=True),
@@ -281,8 +270,14 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: _drop(folder, LLADA_HEAD),
         r"1 weights are missing \(lm_head\.weight\)",
     ),
-    "truncated": (_cut, r"model\.safetensors is truncated or corrupt"),
-    "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected"),
+    "truncated": (
+        lambda folder: os.truncate(folder / "model.safetensors", 9000),
+        r"model\.safetensors is truncated or corrupt",
+    ),
+    "pickles": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected",
+    ),
     "mask token outside": (
         lambda folder: change_config(folder, mask_token_id=61),
         r"llada: no usable mask token \(found 61, vocabulary 61\); pass mask_token_id=",
@@ -320,6 +315,10 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
             )
         )
     },
+    "defaults of no sampler": (
+        _write("generation_config.json", '{"sinklens": {"seed": 5}}'),
+        r"generation_config\.json has no valid settings: seed is not a setting",
+    ),
     "defaults not an object": (
         _write("generation_config.json", '{"sinklens": 3}'),
         r"generation_config\.json has no valid",

@@ -9,18 +9,10 @@ import torch
 import transformers
 from building import random_hf, random_ids
 from layouts import eager_logits, word_tokenizer
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import sinklens
 from sinklens.errors import CheckpointError
-
-
-def _logits(model: Callable[..., Any], ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        made = model(ids)
-    return made if isinstance(made, Tensor) else made.logits
-
 
 # Models in memory
 
@@ -36,7 +28,7 @@ def test_a_model_in_memory_computes_what_its_config_says(architecture, sees_back
     wanted = eager_logits(hf, ids, sees_back_only)
     tokenizer = word_tokenizer(tmp_path)
     model = sinklens.load(hf, tokenizer=tokenizer)
-    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-5)
     assert model.family == (architecture if sees_back_only else f"a2d-{architecture}")
     assert model.tree.hf is hf
     assert model.tokenizer is tokenizer
@@ -65,11 +57,14 @@ LOADED = "revision, dtype, device and device_map apply only while loading"
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     *((random_hf, {key: value}, LOADED) for key, value in
       (("revision", "v1"), ("dtype", "bf16"), ("device", "cpu"), ("device_map", "cpu"))),
+    *((random_hf, {key: value}, f"{key} applies only while loading") for key, value in
+      (("quantization", "bnb-int8"), ("adapter", "some-adapter"))),
     (lambda: random_hf().model, {}, "LlamaModel has no language-model head; pass a model of a …ForCausalLM"),
     (lambda: transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=8, **OPT)), {},
      "OPTForCausalLM: model_type 'opt' is not a known family"),
     (lambda: random_hf("qwen2", use_sliding_window=True, sliding_window=4), {},
      r"use_sliding_window = True; the a2d-qwen2 family can express only False"),
+    (lambda: random_hf(sinklens_attention="hard"), {}, "sinklens_attention = 'hard'; known attention normalizers"),
     (lambda: random_hf("qwen3_moe", causal=False), {},
      r"is_causal is False, .*'rnd1' \(bidirectional, predicts the next"),
     (lambda: sinklens.load(random_hf()).tree.hf, {"tokenizer": 8},
@@ -104,15 +99,15 @@ def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
 def test_a_bridge_is_loaded_with_its_weights_and_keeps_working(architecture, tied, processed, tmp_path):
     """Folding and centring shift Llama's logits by one number per position, and the model's shift with them."""
     hf, ids = random_hf(architecture, causal=True, tie_word_embeddings=tied), random_ids()
-    raw = _logits(hf, ids)
+    raw = hf(ids).logits
     bridge = _bridge(hf, tmp_path)
     if processed:
         bridge.enable_compatibility_mode(disable_warnings=True)
-    wanted = _logits(bridge, ids)
+    wanted = bridge(ids)
     assert ((wanted - raw).abs().max() > 1e-3) == processed
     model = sinklens.load(bridge)
-    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
-    assert torch.equal(_logits(bridge, ids), wanted)
+    torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(bridge(ids), wanted)
     held = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
     assert {parameter.data_ptr() for parameter in model.tree.hf.parameters()} == held
     assert model.tokenizer is bridge.tokenizer

@@ -9,7 +9,6 @@ from layouts import ARCHITECTURES, SETTINGS, causal, public_config
 from sinklens.errors import CheckpointError
 from sinklens.families import FAMILIES, family_named, translate
 from sinklens.families.registry import named_family
-from sinklens.model import load
 from sinklens.model.loading import build_empty
 
 # For each key that can require a model that the class does not compute, a value that does.
@@ -231,11 +230,6 @@ def test_the_config_of_a_model_of_several_parts_is_refused(family, key):
     for part in ({"vocab_size": 9}, {}, [], 3):
         with pytest.raises(CheckpointError, match=f"has {key}, .* of several parts.*Load the checkpoint of the text"):
             _translated(_config(family, **{key: part}), family)
-
-
-def test_a_model_in_memory_with_an_unknown_attention_normalizer_is_rejected():
-    with pytest.raises(CheckpointError, match="sinklens_attention = 'hard'; known attention normalizers"):
-        load(random_hf(sinklens_attention="hard"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from building import (
+    close,
     left_padding,
     plain_pass,
     random_hf,
@@ -17,10 +18,6 @@ from sinklens.model import load
 
 Z = "blocks.1.attn.hook_z"
 SINKS, PATTERN = "blocks.1.attn.hook_sink_scores", "blocks.1.attn.hook_pattern"
-
-
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def without_head_2(value, hook=None):
@@ -45,7 +42,7 @@ def test_an_edit_has_the_same_effect_however_it_is_made():
         in_context = model(ids)
     expected = plain_pass(model, ids, edits={Z: torch.ones_like}).logits
     for logits in (at_input, as_inputs, skipped, in_context):
-        assert_close(logits, expected)
+        close(logits, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -66,7 +63,7 @@ def test_sink_scores_can_be_read_before_or_after_the_pattern(causal):
     assert len(seen) == 1  # whatever a block also reads
     assert torch.equal(pattern, pattern_after)
     for found, name in [(scores_first, SINKS), (scores, SINKS), (pattern, PATTERN), (z, Z)]:
-        assert_close(found, plain[name])
+        close(found, plain[name])
 
 
 def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect():
@@ -82,7 +79,7 @@ def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect():
     for found in (scores, cache[f"model.{SINKS}"].output):
         assert torch.equal(found, torch.full((2, 6, 7), 7 * 0.25))
     expected = plain_pass(model, ids, edits={PATTERN: lambda pattern: torch.full_like(pattern, 0.25)}).logits
-    assert_close(logits, expected)
+    close(logits, expected)
 
 
 def test_an_nnsight_cache_of_everything_holds_every_point():
@@ -91,7 +88,7 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
         cache = tracer.cache()
     plain = plain_pass(model, ids).values
     for name, value in plain.items():
-        assert_close(cache[f"model.{name}"].output, value)
+        close(cache[f"model.{name}"].output, value)
     assert torch.equal(model(ids), shared_model()(ids))
 
 
@@ -119,10 +116,10 @@ def test_each_of_several_invokes_equals_its_separate_pass(causal):
                 found.append((model.output, scores))
     for (logits, scores), ids in zip(found, (short, long), strict=False):
         length = ids.shape[1]
-        assert_close(logits[:, -length:], model(ids))
-        assert_close(scores[..., -length:], plain_pass(model, ids).values[SINKS])
+        close(logits[:, -length:], model(ids))
+        close(scores[..., -length:], plain_pass(model, ids).values[SINKS])
         assert (scores[..., :-length] == 0).all()
-    assert_close(found[2][0][:, -7:][real], model(padded, attention_mask=real)[real])
+    close(found[2][0][:, -7:][real], model(padded, attention_mask=real)[real])
 
 
 def skip_in(model, ids, values):
@@ -144,7 +141,7 @@ def test_either_every_invoke_replaces_the_value_of_a_point_or_none_does():
     values = [torch.full((1, 5, 24), number) for number in (0.5, -2.0)]
     for row, logits in enumerate(skip_in(model, [ids[:1], ids[1:]], values)):
         put = {"blocks.1.hook_mlp_out": lambda _, row=row: values[row]}
-        assert_close(logits, plain_pass(model, ids[row : row + 1], edits=put).logits)
+        close(logits, plain_pass(model, ids[row : row + 1], edits=put).logits)
     with pytest.raises(ValueError, match="has to cover every row"):
         skip_in(model, [ids[:1], ids[1:]], [values[0], None])
 
@@ -157,7 +154,7 @@ def test_a_cache_in_an_invoke_keeps_its_rows():
         with tracer.invoke(other):
             one = tracer.cache(modules=[model.blocks[1].attn.hook_z])
     for cache, given in ((two, ids), (one, other)):
-        assert_close(cache[f"model.{Z}"].output, plain_pass(model, given).values[Z])
+        close(cache[f"model.{Z}"].output, plain_pass(model, given).values[Z])
 
 
 def test_a_gradient_in_an_invoke_covers_only_its_rows():
@@ -184,7 +181,7 @@ def test_values_pass_between_the_traces_of_a_session():
         with model.trace(ids):
             model.blocks[1].attn.hook_z.output = z * 2
             logits = model.output.save()
-    assert_close(logits, plain_pass(model, ids, edits={Z: lambda value: value * 2}).logits)
+    close(logits, plain_pass(model, ids, edits={Z: lambda value: value * 2}).logits)
 
 
 def test_an_edit_in_one_invoke_does_not_affect_the_others():
@@ -199,8 +196,8 @@ def test_an_edit_in_one_invoke_does_not_affect_the_others():
     def no_attention(pattern):
         return pattern * (torch.arange(6) != 2)[:, None, None]
 
-    assert_close(edited[:, -5:], plain_pass(model, short, edits={PATTERN: no_attention}).logits)
-    assert_close(untouched, model(long))
+    close(edited[:, -5:], plain_pass(model, short, edits={PATTERN: no_attention}).logits)
+    close(untouched, model(long))
 
 
 @pytest.mark.parametrize("first", [[[2, 287, 28], [5, 99]], ("Question: 2 + 3?", "Answer: 5")])

@@ -107,7 +107,7 @@ class Odd:
         (np.array(["text"]), "got an array of <U4"),
         (torch.tensor(5), r"got torch\.int64 of shape \[\]"),
         (torch.ones(2, dtype=torch.complex64), r"got torch\.complex64"),
-        ([5, 2**70], "this model's vocabulary is 0 to"),
+        ([5, 2**70], r"this model's vocabulary is 0 to \d+\. Do they come from another tokenizer"),
         ("", "the prompt is empty; pass at least one character"),
         ([SHORT, ""], "the prompt is empty"),
         ("a\ud800", r"character 1 of the prompt is '\\ud800', half of a surrogate pair, which is not text"),
@@ -225,18 +225,3 @@ def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(with_t
     monkeypatch.setattr(Bare, "bos_token_id", None)
     with pytest.raises(PromptError, match="has no start token; leave prepend_bos=True out"):
         with_tokenizer.to_tokens(SHORT, prepend_bos=True)
-
-
-def test_text_beyond_the_models_vocabulary_is_rejected(with_tokenizer):
-    small = load(random_hf(vocab_size=70), tokenizer=with_tokenizer.tokenizer, check=False)
-    with pytest.raises(PromptError, match=r"vocabulary is 0 to 69\. Do they come from another tokenizer"):
-        small.encode(LONG)
-
-
-# Other calls that take a prompt
-
-
-def test_a_chat_template_wraps_the_text_as_one_turn(with_tokenizer):
-    template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %} answer:"
-    ids, _ = with_tokenizer.encode(SHORT, chat_template=template)
-    assert with_tokenizer.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"

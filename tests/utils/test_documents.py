@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contracts import relied_on
 
 import sinklens
 from sinklens.errors import CheckpointError, PromptError, SettingError, SinklensError, TrackError
@@ -110,13 +111,6 @@ def test_mistyped_or_cut_files_raise_errors_of_sinklens(tmp_path: Path, kind: An
     assert refused > 50
 
 
-def test_a_setting_of_no_sampler_in_a_generation_config_is_refused_when_the_model_is_loaded(tmp_path: Path):
-    folder = shutil.copytree(SHIPPED / "tiny-llada", tmp_path / "m")
-    (folder / "generation_config.json").write_text('{"sinklens": {"seed": 5}}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json has no valid settings: seed is not a setting"):
-        sinklens.load(folder)
-
-
 @pytest.fixture(scope="module")
 def track() -> SinkTrack:
     model = sinklens.load("tiny-llada", check=False)
@@ -186,3 +180,14 @@ def test_a_template_within_the_limits_is_rendered_as_by_transformers():
 
     expected = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, add_generation_prompt=True)
     assert render(tokenizer, turns, template, "") == expected
+
+
+def test_templates_of_transformers_have_the_parts_that_are_limited():
+    with relied_on("transformers", "_compile_jinja_template(text), a template of a sandboxed environment,"):
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        made = _compile_jinja_template("{{ 1 + 1 }}")
+        assert made.environment.sandboxed
+    with relied_on("jinja2", "a sandbox that calls through call and call_binop, and joins through these functions,"):
+        assert {"str_join", "markup_join"} <= made.root_render_func.__globals__.keys()
+        assert {"+", "*", "**", "%"} <= made.environment.binop_table.keys()
