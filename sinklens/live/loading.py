@@ -6,7 +6,7 @@ from typing import Any
 
 from sinklens.errors import SinklensError
 from sinklens.live.session import LabModel
-from sinklens.model import Model, load
+from sinklens.model import load
 from sinklens.model.loading import fitting
 from sinklens.utils.arguments import arguments
 
@@ -23,20 +23,23 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
     """
     found: list[LabModel] = []
     for one in given:
-        named = isinstance(one, str | Path)
-        chosen = fitting(one, options) if named else {}
+        chosen = fitting(one, options) if isinstance(one, str | Path) else {}
         model = load(one, **chosen)
-        entry = LabModel(_name(one, model), model, _loading(one, chosen) if named else _of_object(model))
+        given, as_loaded = (
+            (one, chosen)
+            if isinstance(one, str | Path)
+            else (model.name, {"dtype": str(model.cfg.dtype).removeprefix("torch.")})
+        )
+        entry = LabModel(_name(given), model, _loading(given, as_loaded))
         if entry.name in {other.name for other in found}:
             raise SinklensError(f"the lab has the model {entry.name} already; give each model once.")
         found.append(entry)
     return found
 
 
-def _name(given: Any, model: Model) -> str:
+def _name(given: str | Path) -> str:
     """The name as given; of a folder, its last part."""
-    name = str(given) if isinstance(given, str | Path) else model.name
-    return Path(name).name if Path(name).is_dir() else name
+    return Path(given).name if Path(given).is_dir() else str(given)
 
 
 def _loading(given: str | Path, options: Mapping[str, Any]) -> str:
@@ -44,11 +47,3 @@ def _loading(given: str | Path, options: Mapping[str, Any]) -> str:
     usual = arguments(load)
     chosen = [f"{key}={value!r}" for key, value in options.items() if value != usual[key].default]
     return f"sinklens.load({', '.join([ascii(name), *chosen])})"
-
-
-def _of_object(model: Model) -> str:
-    """The expression for a model that was loaded before."""
-    folder = Path(model.name)
-    name = str(folder.absolute()) if folder.is_dir() else model.name
-    dtype = str(model.cfg.dtype).removeprefix("torch.")
-    return f"sinklens.load({name!a}, dtype={dtype!r})"
