@@ -14,7 +14,7 @@ class SinkSums:
     """Sums over the steps of a run, of every row; call it with consecutive parts of its track."""
 
     def __init__(self) -> None:
-        self._sinks = self._heads = 0
+        self._sinks = self._heads = np.zeros(())
 
     def __call__(self, track: SinkTrack) -> None:
         """Add some steps."""
