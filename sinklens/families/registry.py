@@ -345,8 +345,9 @@ def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
     """What in config.json says that the model is not `family`'s."""
     foreign = [name for name in class_names(config) if family.own_classes and name not in family.own_classes]
     directed = not family.class_attention and isinstance(config.get("is_causal"), bool)
-    brought = config.get("auto_map") if isinstance(config.get("auto_map"), dict) and family.stock else {}
-    code = {str(name) for key, name in brought.items() if key.startswith(("AutoConfig", "AutoModel"))}
+    brought = config.get("auto_map")
+    entries = brought.items() if isinstance(brought, dict) and family.stock else ()
+    code = {str(name) for key, name in entries if key.startswith(("AutoConfig", "AutoModel"))}
     keys = {*DIFFUSION_KEYS, *(one.block_length_key for one in FAMILIES.values() if one.block_length_key)}
     unusual = family.stock and family.causal and config.get("is_causal") is not True
     signs = {

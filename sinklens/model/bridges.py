@@ -15,8 +15,6 @@ from sinklens.model.loading import Checkpoint, build_empty, from_pretrained_mode
 if TYPE_CHECKING:
     pass
 
-_WHERE = "the TransformerBridge (weights must not be folded or centered)"
-
 
 def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
     """Take over the weights of a `TransformerBridge`.
@@ -40,7 +38,10 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
     expected = {name: tuple(value.shape) for name, value in hf.named_parameters(remove_duplicate=False)}
     tied = set(getattr(hf, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    files.check_weights(files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied, _WHERE)
+    files.check_weights(
+        files.Weights(shapes, torch.float32, {name: name for name in weights}), expected, tied,
+        "the TransformerBridge (weights must not be folded or centered)",
+    )  # fmt: skip
     parted = sorted(tied & set(weights))  # named_parameters lists shared weights once, under the first name
     require(
         not parted,

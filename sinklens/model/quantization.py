@@ -28,8 +28,10 @@ def config_for(wanted: Any, dtype: torch.dtype) -> Any:
     """transformers' quantization config for the argument ``quantization`` of `sinklens.load`."""
     import transformers
 
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    named = {"bnb-int8": {"load_in_8bit": True}, "bnb-nf4": nf4}
+    named: dict[str, dict[str, Any]] = {
+        "bnb-int8": {"load_in_8bit": True},
+        "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
+    }
     return transformers.BitsAndBytesConfig(**named[wanted]) if isinstance(wanted, str) else wanted
 
 

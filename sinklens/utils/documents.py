@@ -55,9 +55,12 @@ def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointErro
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        integer = _integer if LONG.search(text) else None
-        strict = {} if python else {"parse_constant": _finite, "parse_float": _finite, "parse_int": integer}
-        found = json.loads(text, **strict)
+        strict: dict[str, Any] = {
+            "parse_constant": _finite,
+            "parse_float": _finite,
+            "parse_int": _integer if LONG.search(text) else None,
+        }
+        found = json.loads(text) if python else json.loads(text, **strict)
         unescaped = json.dumps(found, ensure_ascii=False) if "\\u" in text else text
         unescaped.encode(errors="surrogatepass" if python else "strict")  # else fails for half a surrogate pair
     except (ValueError, RecursionError) as reason:

@@ -23,8 +23,6 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         ):
             require_writable(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
-    with pytest.raises(SinklensError, match="cannot write to /proc/no/such/folder: "):
-        require_writable("/proc/no/such/folder")
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(SinklensError, match="No space left on device"):

@@ -92,7 +92,6 @@ def test_in_a_trace_block_the_error_is_the_same():
 
 
 def test_other_errors_pass_through():
-    with pytest.raises(RuntimeError, match=r"^shapes differ$") as raised:
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         with explained(lambda: "never called"):
             raise RuntimeError("shapes differ")
-    assert not isinstance(raised.value, DeviceMemoryError)
