@@ -35,12 +35,6 @@ def test_every_chip_is_documented_and_offered():
     assert sorted(kind for kind, _ in DOCUMENTED) == sorted(CHIPS) == sorted(form["kind"] for form in of_chips())
 
 
-def test_steps_include_both_ends():
-    (expression,) = expressions(read_chips([{"kind": "mask_sinks", "steps": [2, 4]}]))
-    assert list(expression.build().steps) == [2, 3, 4]
-    assert expression.source() == "MaskSinks(steps=range(2, 5), top_k=1)"
-
-
 def test_the_settings_offered_are_those_of_the_samplers_that_fit(tiny_llada, tiny_llama):
     for model in (tiny_llada, tiny_llama):
         offered = of_settings(model)

@@ -14,13 +14,11 @@ from sinklens.experiments import effect
 from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
-    Activations,
     ForceTokens,
     FreezePattern,
     HideKeys,
     HoldSinks,
     MaskSinks,
-    PatchHooks,
     Remask,
 )
 from sinklens.live.chips import CHIPS
@@ -44,14 +42,6 @@ CHANGES = {
     "freeze_pattern": ({"layer": 2, "head": None, "from_step": 1}, FreezePattern(at=1, layers=[2])),
     "hold_sink": ({"layer": 0, "head": 1, "from_step": 0}, HoldSinks(at=0, layers=[0], heads=[1])),
 }  # fmt: skip
-
-
-def computed(model):
-    """A change that is computed from a run of another prompt."""
-    kept = Activations(names=["blocks.2.hook_mlp_out"])
-    sinklens.generate(model, OTHER, hooks=kept, **SHORT)
-    given = {"prompt": OTHER, "layer": 2, "point": "hook_mlp_out", "pos": 6}
-    return given, PatchHooks(source=kept.caches, positions=[6])
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +108,7 @@ def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
-    fields, intervention = CHANGES[kind] if kind in CHANGES else computed(tiny_llada)
+    fields, intervention = CHANGES[kind]
     expected = sinklens.generate(tiny_llada, PROMPT, hooks=intervention, **SHORT)
     found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"id": "1", "kind": kind, **fields}])
     assert found["canvas"] == expected.canvas[0].tolist()
