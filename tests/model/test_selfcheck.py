@@ -224,3 +224,12 @@ def test_a_model_that_nnsight_wraps_too_shows_every_point_to_both(wrap, first):
     with model.trace(ids):
         read = model.blocks[1].hook_resid_mid.output.save()
     close(read, cache["blocks.1.hook_resid_mid"])
+
+
+def test_the_check_looks_points_up_together(monkeypatch):
+    """Each of many points looked up among all of them took more time than the passes."""
+    model, lookups = unchecked(), []
+    listed = type(model.tree).point_names
+    monkeypatch.setattr(type(model.tree), "point_names", lambda tree: lookups.append(tree) or listed(tree))
+    check(model.tree, causal=False)
+    assert len(lookups) < len(listed(model.tree)) / 4
