@@ -199,8 +199,13 @@ class _Call(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """The head width, rounded up for the tensor cores."""
-        return max(16, triton.next_power_of_2(self.tensors[0].shape[-1]))
+        """The head width, rounded up for the tensor cores.
+
+        Rows of two-byte numbers take at least 128 bytes: with heads of 32, whose shorter rows have another layout in
+        on-chip memory, Triton 3.6 computed wrong products of bfloat16 on an H100.
+        """
+        query = self.tensors[0]
+        return max(16 if query.element_size() > 2 else 64, triton.next_power_of_2(query.shape[-1]))
 
 
 def _kind(mask: Tensor | None) -> int:
