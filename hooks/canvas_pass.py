@@ -89,6 +89,7 @@ class CanvasPass:
 
     def _cover(self, cache: Cache, ids: Tensor) -> None:
         """Describe the pass over `ids`, which follow the text in `cache`."""
+        self._watch.settle()
         start, stop = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1]
         self._watch.describe(queries=range(start, stop), keys=range(stop))
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sinklens.errors import SettingError
 from sinklens.hooks.architectures import Experts
 from sinklens.hooks.offload import class_forward, value_of
-from sinklens.hooks.points import Point, at
+from sinklens.hooks.points import Point, Tap, at
 
 
 class Routing(NamedTuple):
@@ -101,15 +101,14 @@ class ExpertTaps:
     def __init__(self, mlp: nn.Module, points: Any, experts: Experts, undo: ExitStack) -> None:
         self.points, self.rule = points, ROUTING[experts.routing]
         self.shape = torch.Size()
-        for handle in (
-            mlp.register_forward_pre_hook(self._enter),
-            mlp.get_submodule(experts.router).register_forward_hook(self._route),
-            mlp.get_submodule(experts.experts).register_forward_hook(self._mix),
-        ):
-            undo.callback(handle.remove)
+        shown = [point for name, point in points.named_children() if name.startswith(("hook_router", "hook_expert"))]
+        router, mixed = mlp.get_submodule(experts.router), mlp.get_submodule(experts.experts)
+        Tap(undo, shown, lambda: mlp.register_forward_pre_hook(self._enter).remove)
+        Tap(undo, shown, lambda: router.register_forward_hook(self._route).remove)
+        Tap(undo, shown, lambda: mixed.register_forward_hook(self._mix).remove)
         if experts.logits:
-            router = mlp.get_submodule(experts.router)
-            undo.callback(router.get_submodule(experts.logits).register_forward_hook(self._score).remove)
+            scored = router.get_submodule(experts.logits)
+            Tap(undo, shown, lambda: scored.register_forward_hook(self._score).remove)
 
     def _score(self, _module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
         """Logits that the router computes in a module of its own, and reads itself."""

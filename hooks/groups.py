@@ -84,8 +84,12 @@ class AttentionPoints(AttentionWeights, Points):
         inside = [spec.name for spec in rows if spec.name not in outside | {"hook_fresh"}]  # it is known before
         self.__dict__["_inside"] = [getattr(self, name) for name in inside]
 
+    @property
+    def inside(self) -> list[Point]:
+        """The points inside the attention function."""
+        return self.__dict__["_inside"]
+
     def any_watched(self) -> bool:
-        """Whether a point inside the attention function is watched."""
         return any(point.watched for point in self.__dict__["_inside"])
 
 

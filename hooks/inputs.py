@@ -12,18 +12,19 @@ Pitfall: a copy is normalized with ln1's weights but not by ln1, so hooks on ``l
 not act on the copies.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from einops import repeat
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sinklens.hooks.modulation import SHIFTED, modulated
 from sinklens.hooks.offload import class_forward, value_of, weight_of
-from sinklens.hooks.points import Point
+from sinklens.hooks.points import Point, Tap
 
 
 class LayerInputs:
@@ -39,14 +40,14 @@ class LayerInputs:
         self.stream: Tensor | None = None
         self.shared: Tensor | None = None
         attn: Any = layer.get_submodule(architecture.attn)
-        projections = {letter: attn.get_submodule(getattr(architecture, letter)) for letter in ("q", "k", "v")}
-        for handle in (
-            self.norm.register_forward_pre_hook(self._enter),
-            *(self._tap(projection, letter, attn.head_dim) for letter, projection in projections.items()),
-            attn.register_forward_hook(self._leave),
-            layer.get_submodule(architecture.ln2).register_forward_pre_hook(self._read_mlp),
-        ):
-            undo.callback(handle.remove)
+        read = [self.points.hook_attn_in, *(getattr(self.points, f"hook_{letter}_input") for letter in "qkv")]
+        Tap(undo, read, lambda: self.norm.register_forward_pre_hook(self._enter).remove)
+        for letter in "qkv":
+            projection = attn.get_submodule(getattr(architecture, letter))
+            Tap(undo, read, partial(self._tap, projection, letter, attn.head_dim))
+        Tap(undo, read, lambda: attn.register_forward_hook(self._leave).remove)
+        norm = layer.get_submodule(architecture.ln2)
+        Tap(undo, [self.mlp_in], lambda: norm.register_forward_pre_hook(self._read_mlp).remove)
 
     def _enter(self, _module: nn.Module, inputs: tuple[Tensor]) -> None:
         if self.tree.cfg.use_split_qkv_input or self.tree.cfg.use_attn_in:
@@ -58,7 +59,7 @@ class LayerInputs:
     def _read_mlp(self, _module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
         return (self.mlp_in(inputs[0]),) if self.tree.cfg.use_hook_mlp_in and self.mlp_in.watched else None
 
-    def _tap(self, projection: nn.Module, letter: str, d_head: int) -> RemovableHandle:
+    def _tap(self, projection: nn.Module, letter: str, d_head: int) -> Callable[[], None]:
         """Project the copies instead of the shared stream with `projection`, while the copies are watched.
 
         This tap runs before that of ``hook_q``, ``hook_k`` or ``hook_v``, which therefore shows the new results.
@@ -73,7 +74,7 @@ class LayerInputs:
             bias = value_of(module, "bias")
             return projected if bias is None else projected + bias
 
-        return projection.register_forward_hook(tap, prepend=True)
+        return projection.register_forward_hook(tap, prepend=True).remove
 
     def _copies(self, letter: str, heads: int) -> Float[Tensor, "batch pos head d_model"] | None:
         """The normalized input of each of the `heads`; None while no point is watched."""

@@ -68,12 +68,44 @@ if _has_save:
 _PARSING = threading.RLock()
 
 
+class _Announced(Interleaver):
+    """nnsight's interleaver, which calls `changed` when it begins to serve trace blocks and when it ends."""
+
+    def __init__(self, changed: Callable[[bool], None]) -> None:
+        super().__init__()
+        self._changed, self._depth = changed, 0
+
+    def __enter__(self) -> Interleaver:
+        self._depth += 1
+        if self._depth == 1:
+            self._changed(True)
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> bool:
+        self._leave()
+        return super().__exit__(*error)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._changed(False)
+
+
 class Handover:
-    """Passes values between a model and the trace blocks that are open on it."""
+    """Passes values between a model and the trace blocks that are open on it.
+
+    Attributes:
+        changed: called with True when trace blocks begin to run, and with False when they have ended.
+    """
 
     def __init__(self, interleaver: Interleaver, path: str) -> None:
         self._interleaver, self._path = interleaver, path
         self._at_start: dict[str, int] = {}
+        self.changed: Callable[[bool], None] = lambda served: None
 
     @property
     def running(self) -> bool:
@@ -271,14 +303,46 @@ class Root(NNsight):
         second = [name for name, _ in module.get_submodule(inner).named_children()] if inner else []
         super().__init__(
             module,
+            interleaver=_Announced(self._serve),
             rename={f"{inner}.{name}": name for name in second} or None,
             envoys=dict.fromkeys(as_modules, _ModuleEnvoy) or None,
         )
         self._forwards = {part: old for part, old in forwards.items() if not isinstance(old, Controller)}
+        self._parked: dict[nn.Module, tuple[Any, Any]] = {}
         self.handover = Handover(self.interleaver, self.path)
+        self._park()
+
+    def _serve(self, served: bool) -> None:
+        if served:
+            self._unpark()
+        self.handover.changed(served)
+        if not served:
+            self._park()
+
+    def _park(self) -> None:
+        """Take nnsight's controllers off the modules that only this root wraps, so that they cost nothing."""
+        for part in self._module.modules():
+            state, forward = part.__dict__.get(STATE), part.__dict__.get("forward")
+            if isinstance(forward, Controller) and [route[0]() for route in state.routes] == [self.interleaver]:
+                self._parked[part] = part.__dict__.pop(STATE), forward
+                self._restore_forward(part)
+
+    def _unpark(self) -> None:
+        """Put the controllers back; a module that another root has wrapped since gets a route to this one."""
+        for part, (state, forward) in self._parked.items():
+            if STATE in part.__dict__:
+                part.__dict__[STATE].register(self.interleaver, state.routes[0][1])
+            else:
+                part.__dict__[STATE], part.__dict__["forward"] = state, forward
+        self._parked.clear()
+
+    def _restore_forward(self, part: nn.Module) -> None:
+        part.__dict__.pop("forward", None)
+        part.__dict__ |= {"forward": self._forwards[part]} if part in self._forwards else {}
 
     def unwrap(self, module: nn.Module) -> None:
         """Remove this root's wrapper from `module` and all modules below it; wrappers of other roots stay."""
+        self._unpark()
         for part in module.modules():
             state = part.__dict__.get(STATE)
             if state is None:
@@ -286,8 +350,7 @@ class Root(NNsight):
             state.routes = [route for route in state.routes if route[0]() not in (None, self.interleaver)]
             if not state.routes:
                 del part.__dict__[STATE]
-                part.__dict__.pop("forward", None)
-                part.__dict__ |= {"forward": self._forwards[part]} if part in self._forwards else {}
+                self._restore_forward(part)
 
     @property
     def wrapped(self) -> Any:

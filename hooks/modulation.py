@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sinklens.errors import SettingError
 from sinklens.hooks.offload import class_forward
-from sinklens.hooks.points import Point, at
+from sinklens.hooks.points import Point, Tap, at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints
@@ -83,7 +83,7 @@ def tap_mixed(undo: ExitStack, output_projection: nn.Module, points: "AttentionP
         if points.hook_result.watched:
             points.__dict__[MIXED] = inputs[0]
 
-    undo.callback(output_projection.register_forward_hook(tap).remove)
+    Tap(undo, [points.hook_result], lambda: output_projection.register_forward_hook(tap, prepend=True).remove)
 
 
 def block_forward(self: nn.Module, hidden_states: Tensor, condition: Tensor, **kwargs: Any) -> Tensor:

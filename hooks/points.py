@@ -2,18 +2,22 @@
 
 A *point* is TransformerLens's `HookPoint`: an identity module that a value passes through. It is *watched* if a
 TransformerLens or PyTorch hook is registered on it, if a trace block waits at its ``.output`` (or ``.input``), or if an
-nnsight cache records it. During a *peek* (`HookTree.peek`) only the requested points are watched. The model checks
-`Point.watched` before it computes anything for a point, so an unwatched point costs a look-up and no tensor work.
+nnsight cache records it. During a *peek* (`HookTree.peek`) only the requested points are watched.
+
+A point is *armed* while it may be watched: from the moment a hook is registered until the first pass without one,
+while a trace block runs, and in a peek that requests it. The model's computation comes to armed points only: each has
+*taps*, which are installed while it is armed. An unarmed point therefore costs nothing.
 
 Hooks run inside the point's forward, nnsight's handover after it: a trace block reads the value that the hooks returned
 at ``.output``, and the value that the model computed at ``.input``.
 
-Limitation: a trace block names its points while it runs. Whether a point is watched is therefore known only at the
-moment the forward pass reaches it, never in advance for the complete pass.
+Limitation: a trace block names its points while it runs. Whether it watches a point is therefore known only at the
+moment the forward pass reaches it, so all points are armed for it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,9 @@ class Watch:
             and no hook or trace block is called. None otherwise.
         turn: taken by whoever runs the model; see turn.py.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
+        points: all points of the tree.
+        hooked: the points that have hooks, or had some when the last pass began.
+        served: whether a trace block runs in step with the model.
     """
 
     def __init__(self) -> None:
@@ -48,6 +55,42 @@ class Watch:
         self.handover: Handover | None = None
         self.turn = Turn()
         self.cache: Any = None
+        self.points: list[Point] = []
+        self.hooked: set[Point] = set()
+        self.served = False
+
+    def follow(self, handover: "Handover") -> None:
+        """Arm all points while trace blocks of `handover` run."""
+        self.handover, handover.changed = handover, self._serve
+
+    def _serve(self, served: bool) -> None:
+        self.served = served
+        for point in self.points:
+            point.arm(served or point in self.hooked)
+
+    def notice(self, point: "Point") -> None:
+        """Arm `point`, which has a new hook."""
+        self.hooked.add(point)
+        point.arm(True)
+
+    def settle(self) -> None:
+        """Disarm the points whose hooks were removed; called when a pass begins."""
+        for point in [point for point in self.hooked if not point.hooked]:
+            self.hooked.discard(point)
+            point.arm(self.served)
+
+    @contextmanager
+    def armed(self, points: Iterable["Point"]) -> Iterator[None]:
+        """Arm `points` inside this context, whether or not they have hooks."""
+        self.settle()
+        points = [point for point in points if not point.armed]
+        for point in points:
+            point.arm(True)
+        try:
+            yield
+        finally:
+            for point in points:
+                point.arm(self.served or point in self.hooked)
 
     def describe(self, **changes: Any) -> None:
         """Change some fields of the pass that runs."""
@@ -65,7 +108,17 @@ class Point(HookPoint):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
+        self.armed = False
+        self.taps: list[Tap] = []
         self._functions: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        watch.points.append(self)
+
+    def arm(self, armed: bool) -> None:
+        """Install the taps of this point, or leave them to the other points that need them."""
+        if armed != self.armed:
+            self.armed = armed
+            for tap in self.taps:
+                tap.need(self, armed)
 
     @property
     def forward_pass(self) -> ForwardPass:
@@ -92,12 +145,15 @@ class Point(HookPoint):
         watch = self.watch
         if watch.peeked is not None:
             return self.name in watch.peeked
-        if self._functions or self._forward_hooks or self._forward_pre_hooks:
+        if self.armed and self.hooked:
             return True
-        if self._backward_hooks or self._backward_pre_hooks:
-            return True
-        handover = watch.handover
-        return handover is not None and handover.wants(self.name or "")
+        return watch.served and watch.handover is not None and watch.handover.wants(self.name or "")
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a TransformerLens or PyTorch hook is registered here."""
+        forward = self._functions or self._forward_hooks or self._forward_pre_hooks
+        return bool(forward or self._backward_hooks or self._backward_pre_hooks)
 
     def __call__(self, x: "Tensor") -> "Tensor":
         if self.watch.peeked is not None:
@@ -110,14 +166,31 @@ class Point(HookPoint):
     ) -> RemovableHandle:
         """As in PyTorch; plain hooks run inside `forward`, before nnsight's handover."""
         if with_kwargs or always_call:
-            return super().register_forward_hook(
+            handle = super().register_forward_hook(
                 hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call
             )
-        handle = RemovableHandle(self._functions)
-        self._functions[handle.id] = hook
-        if prepend:
-            self._functions.move_to_end(handle.id, last=False)
+        else:
+            handle = RemovableHandle(self._functions)
+            self._functions[handle.id] = hook
+            if prepend:
+                self._functions.move_to_end(handle.id, last=False)
+        self.watch.notice(self)
         return handle
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As in PyTorch."""
+        self.watch.notice(self)
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As in PyTorch."""
+        self.watch.notice(self)
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As in PyTorch."""
+        self.watch.notice(self)
+        return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def forward(self, x: "Tensor") -> "Tensor":
         for key, function in tuple(self._functions.items()):
@@ -134,6 +207,38 @@ class Point(HookPoint):
         """The function that was passed to `add_hook`, where TransformerLens registered `function` in its place."""
         found = (handle.user_hook for handle in self.fwd_hooks if handle.hook.id == key)
         return next(found, None) or function
+
+
+class Tap:
+    """A connection of the model's computation to some points, installed while one of them is armed."""
+
+    def __init__(self, undo: ExitStack, points: Iterable[Point], install: Callable[[], Callable[[], Any]]) -> None:
+        """Connect `points`.
+
+        Args:
+            undo: removes the tap for good when it is closed.
+            points: the points that the computation reaches through it.
+            install: installs it; returns what removes it.
+        """
+        self._install, self._remove = install, None
+        self._needed: set[Point] = set()
+        for point in points:
+            point.taps.append(self)
+            undo.callback(point.taps.remove, self)
+        undo.callback(self._take_off)
+
+    def need(self, point: Point, needed: bool) -> None:
+        """Install it if `point` is the first that needs it, or remove it if none does any more."""
+        (self._needed.add if needed else self._needed.discard)(point)
+        if self._needed and self._remove is None:
+            self._remove = self._install()
+        elif not self._needed:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if self._remove is not None:
+            self._remove, remove = None, self._remove
+            remove()
 
 
 class SamplerPoint(Point):

@@ -1,9 +1,10 @@
 """Connects the points of a tree to the modules of its transformers model.
 
 transformers' forward code does the computation. A *tap* is a PyTorch hook on one of its modules that passes the value
-through a point while the point is watched. Two places need more than a tap. A block's forward is rewritten, because
-``hook_resid_mid`` must reach both the residual sum and the norm. A norm is recomputed from its input while its scale or
-normalized stream is watched; the result then differs from the fused one by rounding.
+through a point while the point is watched; it is installed while the point is armed (points.py). Two places need more.
+A block with an armed point runs a rewritten forward, because ``hook_resid_mid`` must reach both the residual sum and
+the norm. A norm is recomputed from its input while its scale or normalized stream is watched; the result then differs
+from the fused one by rounding.
 
 Pitfall: other libraries set a `forward` on the instance of a layer, which hides the forward of the class. accelerate
 wraps the forward that it finds and keeps it in ``_old_forward``; nnsight's controller keeps the forward of the class.
@@ -11,7 +12,7 @@ The rewritten forward is therefore defined on a subclass and replaces the origin
 `forward` on its instance keeps running that one and does not reach these points; the self-check refuses such a model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from inspect import signature
 from types import MethodType
@@ -26,7 +27,7 @@ from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.modulation import BLOCK
 from sinklens.hooks.offload import form_of, value_of, weight_of
-from sinklens.hooks.points import Point, at
+from sinklens.hooks.points import Point, Tap, at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
@@ -64,7 +65,7 @@ def connect_encoder(
     def tap(_module: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         return (inputs[0], point(inputs[1])) if point.watched else None
 
-    undo.callback(mixer.register_forward_pre_hook(tap).remove)
+    Tap(undo, [point], lambda: mixer.register_forward_pre_hook(tap).remove)
 
 
 def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, tree: Any) -> None:
@@ -72,12 +73,12 @@ def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, t
     embedding = base.get_submodule(architecture.time)
     _tap_input(undo, embedding, tree.hook_time)
     tap_output(undo, embedding, tree.hook_cond)
-    points = (tree.hook_final_shift, tree.hook_final_scale)
-    undo.callback(
-        base.get_submodule(architecture.modulation)
-        .register_forward_hook(lambda _module, _inputs, output: modulation.shown(points, output))
-        .remove
-    )
+    points, made = (tree.hook_final_shift, tree.hook_final_scale), base.get_submodule(architecture.modulation)
+
+    def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        return modulation.shown(points, output)
+
+    Tap(undo, points, lambda: made.register_forward_hook(tap).remove)
     tap_output(undo, base.get_submodule(architecture.modulate), tree.ln_final.hook_modulated)
 
 
@@ -94,8 +95,8 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
     for name in "qk" if block.parts.qk_norm else "":
         norm = attn.get_submodule(getattr(architecture, f"{name}_norm"))
         tap_output(undo, norm, getattr(block.attn, f"hook_{name}_normed"))
-    attn.__dict__[attention.POINTS] = block.attn
-    undo.callback(attn.__dict__.pop, attention.POINTS)
+    undo.callback(_placed(attn, attention.TAPPED, True))
+    Tap(undo, [*block.attn.inside, block.attn.hook_fresh], lambda: _placed(attn, attention.POINTS, block.attn))
     output = attn.get_submodule(architecture.o)
     if architecture.modulation:
         modulation.tap_mixed(undo, output, block.attn)
@@ -123,17 +124,35 @@ def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, u
 def _replace_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     """Make `layer` run the forward with points, also inside accelerate's and nnsight's wrappers."""
     cls: Any = type(layer)
-    forward = modulation.block_forward if architecture.modulation else _block_forward
+    with_points = modulation.block_forward if architecture.modulation else _block_forward
+
+    def forward(self: nn.Module, *given: Any, **kwargs: Any) -> Any:
+        return (with_points if BLOCK in self.__dict__ else cls.forward)(self, *given, **kwargs)
+
     arguments = list(signature(cls.forward).parameters)[2:]  # after the layer itself and the stream
-    layer.__dict__[BLOCK] = block, architecture, arguments
+    Tap(undo, _of_forward(block, architecture), lambda: _placed(layer, BLOCK, (block, architecture, arguments)))
     layer.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-    undo.callback(layer.__dict__.pop, BLOCK)
     undo.callback(setattr, layer, "__class__", cls)
     undo.callback(replace_body(layer, cls.forward, forward))
     wrapped = layer.__dict__.get("_old_forward")
     if getattr(wrapped, "__func__", None) is cls.forward:
         layer.__dict__["_old_forward"] = MethodType(forward, layer)
         undo.callback(layer.__dict__.__setitem__, "_old_forward", wrapped)
+
+
+def _placed(module: nn.Module, key: str, value: Any) -> Callable[[], Any]:
+    """Put `value` where forward code of `module` looks for it; returns what takes it away."""
+    module.__dict__[key] = value
+    return lambda: module.__dict__.pop(key)
+
+
+def _of_forward(block: "Block", architecture: Architecture) -> list[Point]:
+    """The points that a block's rewritten forward calls; with modulation it also serves those of its parts."""
+    if architecture.modulation:
+        return [point for point in block.modules() if isinstance(point, Point)]
+    branch = architecture.experts is not None and architecture.experts.branch is not None
+    own = [point for point in block.children() if isinstance(point, Point)]
+    return [*own, block.mlp.hook_shared_out] if branch else own
 
 
 def _block_forward(self: nn.Module, hidden_states: Tensor, *given: Any, **kwargs: Any) -> Tensor:
@@ -171,13 +190,18 @@ def _with_experts(layer: nn.Module, block: "Block", experts: Experts, stream: Te
 
 def tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:
     """Pass the output of a module through `point` while it is watched."""
-    handle = module.register_forward_hook(lambda _module, _inputs, output: point(output) if point.watched else None)
-    undo.callback(handle.remove)
+
+    def tap(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return point(output) if point.watched else None
+
+    Tap(undo, [point], lambda: module.register_forward_hook(tap).remove)
 
 
 def _tap_input(undo: ExitStack, module: nn.Module, point: Point) -> None:
-    handle = module.register_forward_pre_hook(lambda _module, inputs: (point(inputs[0]),) if point.watched else None)
-    undo.callback(handle.remove)
+    def tap(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor] | None:
+        return (point(inputs[0]),) if point.watched else None
+
+    Tap(undo, [point], lambda: module.register_forward_pre_hook(tap).remove)
 
 
 def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) -> None:
@@ -193,7 +217,7 @@ def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) ->
             return point(heads).reshape(output.shape)
         return cache.project(letter, point.layer(), heads, point).reshape(output.shape)
 
-    undo.callback(module.register_forward_hook(tap).remove)
+    Tap(undo, [point], lambda: module.register_forward_hook(tap).remove)
 
 
 def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Architecture) -> None:
@@ -210,7 +234,7 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Ar
         scaled = weight_of(norm) * normalized
         return scaled if points.b is None else scaled + points.b
 
-    undo.callback(norm.register_forward_hook(tap).remove)
+    Tap(undo, [points.hook_scale, points.hook_normalized], lambda: norm.register_forward_hook(tap).remove)
 
 
 def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "AttentionPoints") -> None:
@@ -231,4 +255,4 @@ def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "Attentio
         bias = value_of(module, "bias")
         return summed if bias is None else summed + bias
 
-    undo.callback(output_projection.register_forward_hook(tap).remove)
+    Tap(undo, [points.hook_result], lambda: output_projection.register_forward_hook(tap, prepend=True).remove)

@@ -163,9 +163,11 @@ class HookTree(ModelWeights, HookFront):
     @property
     def is_watched(self) -> bool:
         """Whether a trace block is open, or a hook, cache or peek is attached to a point of the passes."""
-        if self.watch.handover is not None and self.watch.handover.running:
+        watch = self.watch
+        if watch.served and watch.handover is not None and watch.handover.running:
             return True
-        return any(point.watched for point in self.hook_dict.values() if not isinstance(point, SamplerPoint))
+        hooked = watch.hooked if watch.peeked is None else map(self.hook_dict.get, watch.peeked)
+        return any(point.watched for point in hooked if not isinstance(point, SamplerPoint))
 
     @property
     def head_awaited(self) -> bool:
@@ -228,6 +230,7 @@ class HookTree(ModelWeights, HookFront):
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
         """
+        self.watch.settle()
         if self.watch.forward_pass.step is None and self.watch.cache is None:  # only its mask shows a pass's padding
             mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
             self.watch.forward_pass = ForwardPass(real=mask, **(kind or PassKind())._asdict())
@@ -304,7 +307,10 @@ class HookTree(ModelWeights, HookFront):
         self.watch.forward_pass = ForwardPass(step=running.step, time=running.time, **kind._asdict())
         self.watch.cache = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
-            with nullcontext() if handover is None else handover.suspended():
+            with (
+                self.watch.armed(self.hook_dict[name] for name in wanted),
+                nullcontext() if handover is None else handover.suspended(),
+            ):
                 self.hidden(input_ids, attention_mask, time=time, kind=kind)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:

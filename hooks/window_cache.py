@@ -69,8 +69,10 @@ class WindowCache(Cache):
         watch.describe(real=self._real, fresh=fresh, gone=gone)
         self._prepare()
         watch.cache = self
+        names = ("hook_k", "hook_v", "hook_rot_k")
         try:
-            return self._tree.hidden(canvas[:, window], self._real, self)
+            with watch.armed(getattr(block.attn, name) for block in self._tree.blocks for name in names):
+                return self._tree.hidden(canvas[:, window], self._real, self)
         finally:
             watch.cache = None
 

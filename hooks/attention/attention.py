@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from sinklens.hooks.points import Point
 
 NAME = "sinklens"
-POINTS = "sinklens_points"  # key in a module's __dict__: not a submodule, so no tree lists the points twice
+POINTS = "sinklens_points"  # key in the __dict__ of a module with armed points: not a submodule, or trees list it twice
+TAPPED = "sinklens_tapped"  # key in the __dict__ of every attention module that has points
 
 
 class Operands(NamedTuple):

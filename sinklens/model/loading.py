@@ -422,7 +422,7 @@ def from_pretrained_model(
         CheckpointError,
     )
     require(
-        not any(attention.POINTS in module.__dict__ for module in hf.modules()),
+        not any(attention.TAPPED in module.__dict__ for module in hf.modules()),
         f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "
         f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer).",
         CheckpointError,

@@ -74,7 +74,7 @@ class Model(ModuleMethods, SinglePasses):
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type), checkpoint.family.drawn)
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
         super().__init__(tree, inner="hf", as_modules=("ln_final",))
-        tree.watch.handover = self.handover
+        tree.watch.follow(self.handover)
         tree.tokenizer_of = lambda: self.tokenizer
         if checkpoint.mask_token_id is not None:
             tree.masks = Masks(checkpoint.mask_token_id, checkpoint.family.shift, checkpoint.blocks)
