@@ -31,6 +31,7 @@ from sinklens.hooks.turn import Turn
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sinklens.hooks.attention.layer_sums import LayerSums
     from sinklens.hooks.interleaving import Handover
 
 
@@ -44,6 +45,7 @@ class Watch:
             and no hook or trace block is called. None otherwise.
         turn: taken by whoever runs the model; see turn.py.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
+        sums: collects the sink scores of a run that records them; None in any other pass.
         points: all points of the tree.
         hooked: the points that have hooks, or had some when the last pass began.
         served: whether a trace block runs in step with the model.
@@ -55,6 +57,7 @@ class Watch:
         self.handover: Handover | None = None
         self.turn = Turn()
         self.cache: Any = None
+        self.sums: LayerSums | None = None
         self.points: list[Point] = []
         self.hooked: set[Point] = set()
         self.served = False

@@ -166,6 +166,8 @@ class HookTree(ModelWeights, HookFront):
         watch = self.watch
         if watch.served and watch.handover is not None and watch.handover.running:
             return True
+        if watch.sums is not None:
+            return True
         hooked = watch.hooked if watch.peeked is None else map(self.hook_dict.get, watch.peeked)
         return any(point.watched for point in hooked if not isinstance(point, SamplerPoint))
 
@@ -300,12 +302,13 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, running, cache = self.watch.handover, self.watch.forward_pass, self.watch.cache
+        watch, handover = self.watch, self.watch.handover
+        running, cache, sums = watch.forward_pass, watch.cache, watch.sums
         self.watch.peeked = peeked = dict.fromkeys(wanted)
         if kind is None:
             kind = running.kind if self.changes_attention else PassKind()
         self.watch.forward_pass = ForwardPass(step=running.step, time=running.time, **kind._asdict())
-        self.watch.cache = None
+        watch.cache = watch.sums = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with (
                 self.watch.armed(self.hook_dict[name] for name in wanted),
@@ -314,7 +317,7 @@ class HookTree(ModelWeights, HookFront):
                 self.hidden(input_ids, attention_mask, time=time, kind=kind)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.forward_pass, self.watch.cache = None, running, cache
+            watch.peeked, watch.forward_pass, watch.cache, watch.sums = None, running, cache, sums
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.

@@ -34,6 +34,7 @@ from sinklens.errors import ReadOnlyHookError
 from sinklens.hooks.attention import fused
 from sinklens.hooks.attention.blocks import rule_of
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.attention.layer_sums import Waiting
 from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
 
@@ -109,7 +110,7 @@ def attention(
         _show_fresh(points, key, attention_mask, query.shape[2])
     if cache is not None:
         attention_mask, counted = cache.seen(module.layer_idx, attention_mask, key.device)
-    if points is None or not points.any_watched():
+    if points is None or not (points.any_watched() or points.hook_rot_k.watch.sums is not None):
         if normalizer_of(module) is not softmax:
             operands = _operands(module, query, key, value, attention_mask, None, counted, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
@@ -195,7 +196,7 @@ def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch 
         return _explicit(points, operands, sinks=not early)
     if mixed is not None:
         return mixed
-    if points.hook_sink_scores.watched:
+    if _wants_sums(points):
         return _fused_with_sinks(points, operands)
     return _fused(operands)
 
@@ -212,24 +213,32 @@ def _fused(operands: Operands) -> Float[Tensor, "batch head query d_head"]:
 
 def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:
     """Fused attention; the column sums pass through ``hook_sink_scores``."""
+    query, key, scale, point = operands.query, operands.key, operands.scale, points.hook_sink_scores
     additive, causal = _with_triangle(operands)
-    attended = fused.attend(operands.query, operands.key, operands.value, additive, causal, operands.scale)
-    if attended is None:
-        mixed = _fused(operands)
-        lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
-    else:
-        mixed, lse = attended
-    mask, real = operands.additive(), _summed(points, operands)  # without the triangle: one row serves all queries
-    scores = column_sums(operands.query, operands.key, lse, operands.scale, mask, real, operands.causal)
-    _show_sinks(points, scores)
+    attended = fused.attend(query, key, operands.value, additive, causal, scale)
+    mixed, lse = (_fused(operands), None) if attended is None else attended
+    mask = additive if causal == operands.causal else operands.additive()  # no triangle: one row serves all queries
+    real, sums = _summed(points, operands), point.watch.sums
+    if sums is not None and not point.watched:
+        sums.add(point, Waiting(query.detach(), key.detach(), lse, scale, mask, real, operands.causal))
+        return mixed
+    if lse is None:
+        lse = log_sum_exp(query.detach(), key.detach(), scale, additive, causal)
+    _show_sinks(points, column_sums(query, key, lse, scale, mask, real, operands.causal))
     return mixed
+
+
+def _wants_sums(points: "AttentionPoints") -> bool:
+    """Whether the column sums are watched or recorded."""
+    point = points.hook_sink_scores
+    return point.watched or (point.watch.sums is not None and point.watch.peeked is None)
 
 
 def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Float[Tensor, "batch head query d_head"]:
     """Attention through the map, so that scores and pattern can be read and edited."""
     scores = at(points.hook_attn_scores, _scores(operands))
     pattern = at(points.hook_pattern, _pattern(operands, scores))
-    if sinks and points.hook_sink_scores.watched:
+    if sinks and _wants_sums(points):
         _show_sums(points, operands, pattern)
     return torch.matmul(pattern, operands.value)
 
@@ -282,8 +291,10 @@ def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batc
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:
-    writes = _writes(scores)
-    shown = points.hook_sink_scores(scores)
+    writes, sums = _writes(scores), points.hook_sink_scores.watch.sums
+    if sums is not None:
+        sums.put(points.hook_sink_scores, scores)
+    shown = at(points.hook_sink_scores, scores)
     if shown is not scores or _writes(scores) != writes:
         raise ReadOnlyHookError(
             f"{points.hook_sink_scores.name} only reports what attention did; to change it, "

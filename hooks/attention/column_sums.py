@@ -86,9 +86,13 @@ def plain_column_sums(
     causal: bool = False,
 ) -> Float[Tensor, "batch head key"]:
     """`column_sums` in plain PyTorch, block by block."""
+    shape = (*query.shape[:2], key.shape[2])
     start = (lse * -LOG2_E).nan_to_num_(-torch.inf, -torch.inf, -torch.inf)  # leaves out rows without a key
     if real is not None:
         start = start.masked_fill(~real[:, None, :], -torch.inf)
+    if mask is None or mask.shape[2] == 1:  # all heads of all rows alike
+        mask = None if mask is None else mask.expand(*query.shape[:2], 1, -1).flatten(0, 1)[None]
+        query, key, start = (one.flatten(0, 1)[None] for one in (query, key, start))
     total = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
     ones = torch.ones(1, query.shape[2], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, scale, mask, causal, start, LOG2_E):
@@ -96,7 +100,7 @@ def plain_column_sums(
         if block.queries.start > 0:
             part += total[block.row, block.heads]
         total[block.row, block.heads] = part
-    return total
+    return total.view(shape)
 
 
 @torch.no_grad()

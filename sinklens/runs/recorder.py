@@ -24,9 +24,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
+from sinklens.hooks.attention.layer_sums import LayerScores, LayerSums
 from sinklens.hooks.forward_pass import MODES, ForwardPass
-from sinklens.hooks.names import covers_all_columns
-from sinklens.sinks.quantities import Quantity
+from sinklens.hooks.names import covers_all_columns, resolve
+from sinklens.sinks.quantities import Quantity, Scores
 from sinklens.sinks.record import Record, StepLayer
 from sinklens.sinks.steps import ReducedSteps, Steps, StoredSteps
 
@@ -83,11 +84,14 @@ class SinkRecorder:
                     f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has "
                     f"only some of them; leave cache= out."
                 )
+        known = tree.point_names()
         self._points = [  # resolved now, so a wrong name fails before the run
-            (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
+            (part, layer, resolve(f"blocks.{layer}.{part.point}", known, layers))
             for layer in range(layers)
             for part in quantities
         ]
+        self._sums = LayerSums(self._rows)
+        self._summed = [block.attn.hook_sink_scores for block in tree.blocks]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
@@ -105,29 +109,35 @@ class SinkRecorder:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""
-        points = self._tree.hook_dict
+        points, watch = self._tree.hook_dict, self._tree.watch
+        others = (entry for entry in self._points if not isinstance(entry[0], Scores))
         try:
-            with reading((points[name], self._keeper(part, layer, name)) for part, layer, name in self._points):
+            with (
+                reading((points[name], self._keeper(part, layer, name)) for part, layer, name in others),
+                watch.armed(self._summed),
+            ):
+                watch.sums = self._sums
                 yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
                 self.store.flush()
             raise
         finally:
+            watch.sums = None
             self._watching.close()
 
     def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
-        complete = covers_all_columns(name)
-
         def keep(value: Tensor) -> None:
-            forward_pass = self._tree.watch.forward_pass
-            columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
-            planned = None if complete else forward_pass.computed  # complete: the value covers all keys under a policy
-            computed = forward_pass.decidable if forward_pass.fresh is None else planned
-            computed = None if computed is None else computed[:, _slice(columns)]
-            self._kept[quantity.name, layer] = Kept(quantity.keep(value[: self._rows]), columns, computed)
+            self._keep(quantity, layer, name, value[: self._rows], self._tree.watch.forward_pass)
 
         return keep
+
+    def _keep(self, quantity: Quantity, layer: int, name: str, value: Tensor, forward_pass: ForwardPass) -> None:
+        columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
+        planned = None if covers_all_columns(name) else forward_pass.computed  # its value covers all keys
+        computed = forward_pass.decidable if forward_pass.fresh is None else planned
+        computed = None if computed is None else computed[:, _slice(columns)]
+        self._kept[quantity.name, layer] = Kept(quantity.keep(value), columns, computed)
 
     def begin_step(self, step: int) -> None:
         """Choose the step's queries and watch its patterns; with a cache, later patterns need rows of earlier steps.
@@ -161,7 +171,13 @@ class SinkRecorder:
         """
         self._watching.close()
         variables: dict[str, list[Tensor]] = {}
-        for part, layer, _ in self._points:
+        scores = self._sums.take()
+        together = self._complete_scores(scores)
+        for part, layer, point in self._points:
+            if isinstance(part, Scores):
+                if together is not None:
+                    continue
+                self._keep(part, layer, point, *scores[self._summed[layer]])
             for name, value in self._finished(part, layer).items():
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
@@ -170,10 +186,22 @@ class SinkRecorder:
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
             for name, layers in variables.items()
         }
+        if together is not None:
+            arrays["score"] = together.cpu().numpy()
         if self._queries is not None:
             canvases = canvases | {"computed": self._queries[:, step].numpy()}
         self.latest = arrays | canvases
         self.store.append(self.latest)
+
+    def _complete_scores(self, layers: "Mapping[Point, LayerScores]") -> Float[Tensor, "batch layer head pos"] | None:
+        """The scores of all layers, if each covers the complete canvas and one device has them; None if not."""
+        whole, described = range(self._real.shape[1]), self._tree.watch.forward_pass
+        if self._causal or described.fresh is not None or described.decidable is not None:
+            return None
+        found = [layers[point] for point in self._summed]
+        if any(one.forward_pass.keys != whole or one.scores.device != found[0].scores.device for one in found):
+            return None
+        return torch.stack([one.scores for one in found], dim=1)
 
     def _extends(self, what: tuple[str, int]) -> bool:
         """Whether the pass continues those of the steps before, which kept such a value."""

@@ -1,0 +1,118 @@
+"""The column sums of all layers of a pass, a few layers at a time.
+
+In a small network, or a short text, calling an operation costs more than its arithmetic. A run that records sink scores
+therefore keeps the queries, keys and log-sum-exps of several layers and computes their sums together, when their scores
+fill a core's cache (`TOGETHER`), or when the pass is over. A layer of a long text fills a block alone, and is
+computed at once.
+
+`Watch.sums` is set while a run records. What ``hook_sink_scores`` shows is then recorded too, where a hook or a trace
+block reads it.
+
+Pitfall: until the sums are taken, the kept tensors must not be written to. Attention hands over the ones that it made.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.forward_pass import ForwardPass
+
+if TYPE_CHECKING:
+    from sinklens.hooks.points import Point
+
+TOGETHER = 1 << 19  # scores that are computed together on a CPU: 2 MiB, to fit a core's cache
+KEPT = 1 << 28  # bytes of queries and keys that wait on a GPU
+
+
+class Waiting(NamedTuple):
+    """What the sums of one layer are computed from; see `column_sums`.
+
+    Attributes:
+        lse: None where attention did not return it.
+    """
+
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch head key d_head"]
+    lse: Float[Tensor, "batch head query"] | None
+    scale: float
+    mask: Float[Tensor, "#batch #head #query key"] | None
+    real: Bool[Tensor, "batch query"] | None
+    causal: bool
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers that can be computed together."""
+        tensors = (self.query, self.key, self.lse, self.mask, self.real)
+        shapes = tuple(None if one is None else (one.shape, one.dtype) for one in tensors)
+        return *shapes, self.query.device, self.scale, self.causal
+
+    @property
+    def together(self) -> int:
+        """How many such layers are computed together."""
+        batch, heads, queries, _ = self.query.shape
+        if self.query.device.type == "cpu":
+            return max(1, TOGETHER // (batch * heads * queries * self.key.shape[2]))
+        return max(1, KEPT // (self.query.nbytes + self.key.nbytes))
+
+
+class LayerScores(NamedTuple):
+    """The column sums of one layer, and the pass that gave them."""
+
+    scores: Float[Tensor, "batch head key"]
+    forward_pass: ForwardPass
+
+
+class LayerSums:
+    """Collects what the column sums of a pass are computed from.
+
+    Args:
+        rows: the rows to record; a pass under guidance has more.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._passes: dict[Point, ForwardPass] = {}
+        self._scores: dict[Point, Tensor] = {}
+        self._waiting: dict[Point, Waiting] = {}
+
+    def put(self, point: "Point", scores: Float[Tensor, "batch head key"]) -> None:
+        """Record the scores of the layer of `point`."""
+        self._passes[point], self._scores[point] = point.forward_pass, scores[: self._rows]
+
+    def add(self, point: "Point", layer: Waiting) -> None:
+        """Record the scores of the layer of `point`, which may be computed later."""
+        if self._waiting and layer.kind != next(iter(self._waiting.values())).kind:
+            self._compute()
+        self._waiting[point], self._passes[point] = layer, point.forward_pass
+        if len(self._waiting) >= layer.together:
+            self._compute()
+
+    def _compute(self) -> None:
+        waiting = list(self._waiting.values())
+        first = waiting[0]
+        query, key, lse, mask, real = (
+            _joined([getattr(one, name) for one in waiting]) for name in ("query", "key", "lse", "mask", "real")
+        )
+        if lse is None:
+            lse = log_sum_exp(query, key, first.scale, mask, first.causal)
+        scores = column_sums(query, key, lse, first.scale, mask, real, first.causal)
+        parts = scores.unflatten(0, (len(waiting), -1))[:, : self._rows]
+        self._scores |= zip(self._waiting, parts, strict=True)
+        self._waiting.clear()
+
+    def take(self) -> dict["Point", LayerScores]:
+        """The scores of each layer; forgets them."""
+        if self._waiting:
+            self._compute()
+        found = {point: LayerScores(scores, self._passes[point]) for point, scores in self._scores.items()}
+        self._scores.clear()
+        return found
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """Tensors of several layers along the batch axis."""
+    present = [part for part in parts if part is not None]
+    return None if not present else present[0] if len(present) == 1 else torch.cat(present)
