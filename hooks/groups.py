@@ -92,6 +92,14 @@ class AttentionPoints(AttentionWeights, Points):
     def any_watched(self) -> bool:
         return any(point.watched for point in self.__dict__["_inside"])
 
+    @property
+    def only_recorded(self) -> bool:
+        """Whether a run records the column sums, and nothing else inside the attention function may be watched."""
+        point = self.hook_sink_scores
+        if point.watch.sums is None or point.watch.peeked is not None or point.watch.cache is not None:
+            return False
+        return not point.hooked and not any(one.armed for one in self.__dict__["_inside"] if one is not point)
+
 
 class MlpPoints(MlpWeights, Points):
     """The points of one MLP and of any experts in it or beside it, and its weights in TransformerLens's shapes."""

@@ -105,6 +105,10 @@ def attention(
 ) -> tuple[Float[Tensor, "batch query head d_head"], None]:
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
+    if points is not None and attention_mask is None and points.only_recorded:
+        recorded = _recorded(module, points, query, key, value, scaling, kwargs)
+        if recorded is not None:
+            return recorded.transpose(1, 2).contiguous(), None
     cache, counted = None if points is None else points.hook_rot_k.watch.cache, None
     if points is not None and points.hook_fresh.watched:
         _show_fresh(points, key, attention_mask, query.shape[2])
@@ -132,6 +136,30 @@ def attention(
             bias = None  # read but unchanged: compute attention as if it were unwatched
     operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def _recorded(
+    module: Any,
+    points: "AttentionPoints",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Float[Tensor, "batch head query d_head"] | None:
+    """Fused attention without a mask, of which only the column sums are recorded; None where it takes more than this."""
+    point = points.hook_sink_scores
+    sums, described = point.watch.sums, point.forward_pass
+    if key.shape[2] != len(described.keys) or normalizer_of(module) is not softmax or _autocast(query)[0] is not query:
+        return None
+    operands = _operands(module, query, key, value, None, None, None, scaling, kwargs)
+    query, key, scale, causal = operands.query, operands.key, operands.scale, operands.causal
+    attended = fused.attend(query, key, operands.value, None, causal, scale)
+    if attended is None or sums is None:
+        return None
+    real = _summed(points, operands)
+    sums.add(point, Waiting(query.detach(), key.detach(), attended.lse, scale, None, real, causal))
+    return attended.mixed
 
 
 def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -85,13 +85,15 @@ class SinkRecorder:
                     f"only some of them; leave cache= out."
                 )
         known = tree.point_names()
+        self._summed = [block.attn.hook_sink_scores for block in tree.blocks]
         self._points = [  # resolved now, so a wrong name fails before the run
-            (part, layer, resolve(f"blocks.{layer}.{part.point}", known, layers))
-            for layer in range(layers)
+            (part, layer, point.name or "")
+            if isinstance(part, Scores)
+            else (part, layer, resolve(f"blocks.{layer}.{part.point}", known, layers))
+            for layer, point in enumerate(self._summed)
             for part in quantities
         ]
         self._sums = LayerSums(self._rows)
-        self._summed = [block.attn.hook_sink_scores for block in tree.blocks]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
