@@ -147,7 +147,7 @@ def _recorded(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Float[Tensor, "batch head query d_head"] | None:
-    """Fused attention without a mask, of which only the column sums are recorded; None where it takes more than this."""
+    """Fused attention without a mask whose column sums alone are recorded; None where more is needed."""
     point = points.hook_sink_scores
     sums, described = point.watch.sums, point.forward_pass
     if key.shape[2] != len(described.keys) or normalizer_of(module) is not softmax or _autocast(query)[0] is not query:

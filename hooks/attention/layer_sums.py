@@ -11,7 +11,7 @@ block reads it.
 Pitfall: until the sums are taken, the kept tensors must not be written to. Attention hands over the ones that it made.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,9 +19,6 @@ from torch import Tensor
 
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.forward_pass import ForwardPass
-
-if TYPE_CHECKING:
-    from sinklens.hooks.points import Point
 
 TOGETHER = 1 << 19  # scores that are computed together on a CPU: 2 MiB, to fit a core's cache
 KEPT = 1 << 28  # bytes of queries and keys that wait on a GPU
@@ -74,15 +71,15 @@ class LayerSums:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._passes: dict[Point, ForwardPass] = {}
-        self._scores: dict[Point, Tensor] = {}
-        self._waiting: dict[Point, Waiting] = {}
+        self._passes: dict[Any, ForwardPass] = {}
+        self._scores: dict[Any, Tensor] = {}
+        self._waiting: dict[Any, Waiting] = {}
 
-    def put(self, point: "Point", scores: Float[Tensor, "batch head key"]) -> None:
+    def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
         self._passes[point], self._scores[point] = point.forward_pass, scores[: self._rows]
 
-    def add(self, point: "Point", layer: Waiting) -> None:
+    def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
         if self._waiting and layer.kind != next(iter(self._waiting.values())).kind:
             self._compute()
@@ -103,7 +100,7 @@ class LayerSums:
         self._scores |= zip(self._waiting, parts, strict=True)
         self._waiting.clear()
 
-    def take(self) -> dict["Point", LayerScores]:
+    def take(self) -> dict[Any, LayerScores]:
         """The scores of each layer; forgets them."""
         if self._waiting:
             self._compute()
