@@ -83,6 +83,19 @@ class Watch:
             point.arm(self.served)
 
     @contextmanager
+    def summing(self, sums: "LayerSums", blocks: Any) -> Iterator[None]:
+        """Collect the sink scores of the layers that `sums` records, if any, inside this context."""
+        if not sums.layers:
+            yield
+            return
+        with self.armed(blocks[layer].attn.hook_sink_scores for layer in sums.layers):
+            self.sums = sums
+            try:
+                yield
+            finally:
+                self.sums = None
+
+    @contextmanager
     def armed(self, points: Iterable["Point"]) -> Iterator[None]:
         """Arm `points` inside this context, whether or not they have hooks."""
         self.settle()

@@ -142,7 +142,8 @@ class HookTree(ModelWeights, HookFront):
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys; False for a canvas that an encoder precedes."""
-        return bool(getattr(self.hf.config, "is_causal", False))
+        config = self.hf.config  # getattr of a transformers config takes several microseconds
+        return bool(vars(config).get("is_causal", getattr(type(config), "is_causal", False)))
 
     @property
     def parts(self) -> list[names.Parts]:

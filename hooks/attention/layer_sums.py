@@ -67,10 +67,16 @@ class LayerSums:
 
     Args:
         rows: the rows to record; a pass under guidance has more.
+
+    Attributes:
+        layers: the layers that are recorded.
+        latest: the scores of the step that ended last, by point.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
+        self.layers: set[int] = set()
+        self.latest: dict[Any, LayerScores] = {}
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
@@ -100,13 +106,12 @@ class LayerSums:
         self._scores |= zip(self._waiting, parts, strict=True)
         self._waiting.clear()
 
-    def take(self) -> dict[Any, LayerScores]:
-        """The scores of each layer; forgets them."""
+    def end_step(self) -> None:
+        """Compute the scores that are still waiting; those of the step are then the `latest`."""
         if self._waiting:
             self._compute()
-        found = {point: LayerScores(scores, self._passes[point]) for point, scores in self._scores.items()}
+        self.latest = {point: LayerScores(scores, self._passes[point]) for point, scores in self._scores.items()}
         self._scores.clear()
-        return found
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:

@@ -82,8 +82,9 @@ class MaskKeys(AtKeys):
         places = Places(self, model, run, of="keys")
 
         def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            found = places.keys_at(hook, value, self.queries)
-            if found is None or not (self.keep or found.keys.any()):
+            anywhere = self.keep or places.anywhere(hook)
+            found = None if anywhere is False else places.keys_at(hook, value, self.queries)
+            if found is None or not (anywhere or bool(found.keys.any())):
                 return None
             if not self.keep:
                 return value.masked_fill(found.keys, -torch.inf)

@@ -143,7 +143,7 @@ class Places:
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            found = found._replace(mask=mask)
+            found = found._replace(mask=mask, layers=tuple(mask.any(dim=-1).any(dim=2).any(dim=0).tolist()))
         self._found[now.step] = found
 
     def _forget(self) -> None:
@@ -248,6 +248,12 @@ class Places:
         else:
             rows = self._rows_of(step)
         return KeyMask(mask[:, :, None], rows[:, None].to(device))
+
+    def anywhere(self, hook: Point) -> bool | None:
+        """Whether the rule found a place in the layer of a point at this step; None if that was not asked."""
+        found = None if self._run.causal or self._run.single else self._found.get(int(hook.step or 0))
+        layers = None if found is None else found.layers
+        return None if layers is None else layers[layer_of(hook) if len(layers) > 1 else 0]
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""

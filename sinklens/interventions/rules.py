@@ -99,10 +99,12 @@ class StepPlaces(NamedTuple):
     Attributes:
         mask: True at the places, over the text from its first position on. The layers are those of the model.
         rows: rows that had scores; None if all had.
+        layers: whether the mask is True anywhere in each layer; None if this was not asked.
     """
 
     mask: Mask
     rows: Bool[Tensor, " batch"] | None = None
+    layers: tuple[bool, ...] | None = None
 
 
 class Chooser(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.hooks.attention.normalizers import normalizer_of
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
@@ -52,22 +53,27 @@ class StepScores:
     """The scores of some layers. A row that waits for others keeps those of the last step that worked on it.
 
     Attributes:
-        now: by layer, those of the step that runs, on the device where keys are chosen.
-        starts: by layer, the first text position that is a key, where a window hides others.
+        now: by layer, those of the step that ran last, on the device where keys are chosen.
     """
 
     def __init__(self, model: "Model", run: RunContext, layers: Iterable[int]) -> None:
         self._run, self._layers, self._scale = run, sorted(layers), model.cfg.d_head**-0.5
+        self._points = [model.tree.blocks[layer].attn.hook_sink_scores for layer in self._layers]
+        if run.sums is not None and not run.causal:
+            run.sums.layers |= set(self._layers)
         self.now: dict[int, KeyScores] = {}
-        self.starts: dict[int, int] = {}
-        self._before: dict[int, KeyScores] = {}
         self._parts: dict[str, Tensor] = {}
 
     def begin(self, canvas: Snapshot | None) -> ScoredStep:
         """Begin a step; returns the scores of the step before, whose canvas was `canvas`."""
-        self._before, starts = self.now, self.starts
-        self.now, self.starts = {}, {}
-        return ScoredStep(self._before, canvas, starts)
+        sums = self._run.sums
+        if sums is not None and not self._run.causal:
+            found = {point: sums.latest[point] for point in self._points if point in sums.latest}
+            self.now = {layer_of(point): self._complete(point, *one) for point, one in found.items()}
+            starts = {layer_of(point): start for point, one in found.items() if (start := one.forward_pass.keys.start)}
+            return ScoredStep(self.now, canvas, starts)
+        before, self.now = self.now, {}
+        return ScoredStep(before, canvas)
 
     def first(self) -> Pairs:
         """Hooks to list before those that use the scores."""
@@ -79,18 +85,15 @@ class StepScores:
 
     def last(self) -> Pairs:
         """Hooks to list after them, which see the attention as it was used."""
-        point, keep = ("hook_attn_mask", self._last_row) if self._run.causal else ("hook_sink_scores", self._keep)
-        return [(f"blocks.{layer}.attn.{point}", keep) for layer in self._layers]
+        return [(f"blocks.{layer}.attn.hook_attn_mask", self._last_row) for layer in self._layers if self._run.causal]
 
-    def _keep(self, value: KeyScores, hook: Point) -> None:
-        layer, start, active = layer_of(hook), hook.forward_pass.keys.start, hook.forward_pass.active
-        if start:
-            self.starts[layer] = start
-            value = torch.nn.functional.pad(value, (start, 0))
-        value, before = value.to(self._run.real.device), self._before.get(layer)  # layers may be on several devices
+    def _complete(self, point: Point, value: KeyScores, described: ForwardPass) -> KeyScores:
+        """Scores of a layer over the text from its first column, on the device where keys are chosen."""
+        value = torch.nn.functional.pad(value, (described.keys.start, 0)) if described.keys.start else value
+        value, before, active = value.to(self._run.real.device), self.now.get(layer_of(point)), described.active
         if active is not None and before is not None and before.shape == value.shape and len(value) > 1:
             value = torch.where(active.to(value.device)[:, None, None], value, before)
-        self.now[layer] = value
+        return value
 
     def _keep_part(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._parts[str(hook.name)[-1]] = value

@@ -21,6 +21,7 @@ from torch import Tensor
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.families.samplers import never_passed
 from sinklens.hooks import names
+from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.hook_functions import label, takes_hook
 from sinklens.hooks.points import SamplerPoint
@@ -63,6 +64,7 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
+        self.sums = LayerSums(self.rows)
         self._choices: list[Choice] = []
         self.hooks = self._resolve(request.hooks)
         if request.replay is not None:
@@ -115,6 +117,7 @@ class Denoising:
             choices=self._choices if keeps_places else None,
             settings=self._settings_text(),
             left_to_right=self.settings.left_to_right,
+            sums=self.sums,
         )
 
     def _settings_text(self) -> str:
@@ -134,7 +137,7 @@ class Denoising:
         tree, state = self.model.tree, self.state
         reused = VARIABLES if state.keys is not None or self.settings.reuses_keys else {}
         return SinkRecorder(
-            Record() if record is True else record, tree, state.real.cpu(), self.settings.most_steps,
+            Record() if record is True else record, tree, self.sums, state.real.cpu(), self.settings.most_steps,
             {**dict.fromkeys(of_pass(tree), ()), **reused}, state.keys is not None, self.settings.left_to_right,
         )  # fmt: skip
 
@@ -170,6 +173,7 @@ class Denoising:
             attached(tree, self.hooks, self.rows, self.settings.guided),
             reading(read_by_policy(self.state.keys)),
             nullcontext() if recorder is None else recorder.attached(),
+            tree.watch.summing(self.sums, tree.blocks),
         ):
             yield
 
@@ -256,6 +260,7 @@ class Denoising:
             point = self.model.tree.hook_dict[name]
             if isinstance(point, SamplerPoint) and point.reached != 0:
                 raise HookOrderError(never_passed(name, self.settings.name))
+        self.sums.end_step()
         if self._recorder is None:
             return
         self.describe()  # first, because a step is readable as soon as it is in the store

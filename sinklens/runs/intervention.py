@@ -26,6 +26,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
@@ -61,6 +62,7 @@ class RunContext:
         choices: one for each rule, in which it keeps its places; None if the run does not record them.
         single: whether it is a single pass, which is a run of one step without a number.
         left_to_right: whether the run decodes from left to right.
+        sums: the sink scores of the last step; whoever needs them adds to its `layers`. None in a single pass.
     """
 
     tree: "HookTree"
@@ -77,6 +79,7 @@ class RunContext:
     choices: list[Choice] | None = None
     single: bool = False
     left_to_right: bool = False
+    sums: LayerSums | None = None
 
     @classmethod
     def of_single_pass(cls, model: "Model") -> "RunContext":

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.hooks.attention.layer_sums import LayerScores, LayerSums
+from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns, resolve
 from sinklens.sinks.quantities import Quantity, Scores
@@ -69,6 +69,7 @@ class SinkRecorder:
         self,
         record: Record,
         tree: "HookTree",
+        sums: LayerSums,
         real: Bool[Tensor, "batch pos"],
         steps: int,
         more: Mapping[str, tuple[str, ...]] | None = None,
@@ -93,7 +94,8 @@ class SinkRecorder:
             for layer, point in enumerate(self._summed)
             for part in quantities
         ]
-        self._sums = LayerSums(self._rows)
+        self._sums = sums
+        sums.layers |= set(range(layers))
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
@@ -111,21 +113,16 @@ class SinkRecorder:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""
-        points, watch = self._tree.hook_dict, self._tree.watch
+        points = self._tree.hook_dict
         others = (entry for entry in self._points if not isinstance(entry[0], Scores))
         try:
-            with (
-                reading((points[name], self._keeper(part, layer, name)) for part, layer, name in others),
-                watch.armed(self._summed),
-            ):
-                watch.sums = self._sums
+            with reading((points[name], self._keeper(part, layer, name)) for part, layer, name in others):
                 yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
                 self.store.flush()
             raise
         finally:
-            watch.sums = None
             self._watching.close()
 
     def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
@@ -173,13 +170,12 @@ class SinkRecorder:
         """
         self._watching.close()
         variables: dict[str, list[Tensor]] = {}
-        scores = self._sums.take()
-        together = self._complete_scores(scores)
+        together = self._complete_scores()
         for part, layer, point in self._points:
             if isinstance(part, Scores):
                 if together is not None:
                     continue
-                self._keep(part, layer, point, *scores[self._summed[layer]])
+                self._keep(part, layer, point, *self._sums.latest[self._summed[layer]])
             for name, value in self._finished(part, layer).items():
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
@@ -195,12 +191,12 @@ class SinkRecorder:
         self.latest = arrays | canvases
         self.store.append(self.latest)
 
-    def _complete_scores(self, layers: "Mapping[Point, LayerScores]") -> Float[Tensor, "batch layer head pos"] | None:
+    def _complete_scores(self) -> Float[Tensor, "batch layer head pos"] | None:
         """The scores of all layers, if each covers the complete canvas and one device has them; None if not."""
         whole, described = range(self._real.shape[1]), self._tree.watch.forward_pass
         if self._causal or described.fresh is not None or described.decidable is not None:
             return None
-        found = [layers[point] for point in self._summed]
+        found = [self._sums.latest[point] for point in self._summed]
         if any(one.forward_pass.keys != whole or one.scores.device != found[0].scores.device for one in found):
             return None
         return torch.stack([one.scores for one in found], dim=1)
