@@ -49,7 +49,12 @@ class Stacked(HookSource):
         for number, hooks in enumerate(listed):
             rows = slice(number * count, (number + 1) * count)
             context = replace(
-                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows), choices=None
+                run,
+                real=run.real[rows],
+                row_keys=run.row_keys[rows],
+                controls=run.controls.of_rows(rows),
+                choices=None,
+                rows=rows,
             )
             for entry in hooks:
                 refuse_off_canvas(entry, model)

@@ -87,10 +87,12 @@ class StepScores:
         """Hooks to list after them, which see the attention as it was used."""
         return [(f"blocks.{layer}.attn.hook_attn_mask", self._last_row) for layer in self._layers if self._run.causal]
 
-    def _complete(self, point: Point, value: KeyScores, described: ForwardPass) -> KeyScores:
+    def _complete(self, point: Point, value: Float[Tensor, "batch head _"], described: ForwardPass) -> KeyScores:
         """Scores of a layer over the text from its first column, on the device where keys are chosen."""
-        value = torch.nn.functional.pad(value, (described.keys.start, 0)) if described.keys.start else value
-        value, before, active = value.to(self._run.real.device), self.now.get(layer_of(point)), described.active
+        value, start = value[self._run.rows], described.keys.start
+        value = torch.nn.functional.pad(value, (start, 0)) if start else value
+        value, before = value.to(self._run.real.device), self.now.get(layer_of(point))
+        active = None if described.active is None else described.active[self._run.rows]
         if active is not None and before is not None and before.shape == value.shape and len(value) > 1:
             value = torch.where(active.to(value.device)[:, None, None], value, before)
         return value

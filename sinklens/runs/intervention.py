@@ -63,6 +63,7 @@ class RunContext:
         single: whether it is a single pass, which is a run of one step without a number.
         left_to_right: whether the run decodes from left to right.
         sums: the sink scores of the last step; whoever needs them adds to its `layers`. None in a single pass.
+        rows: rows of the batch of `sums` that are those of this context.
     """
 
     tree: "HookTree"
@@ -80,6 +81,7 @@ class RunContext:
     single: bool = False
     left_to_right: bool = False
     sums: LayerSums | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
 
     @classmethod
     def of_single_pass(cls, model: "Model") -> "RunContext":
