@@ -36,14 +36,3 @@ def test_the_interval_is_that_of_the_means_of_templates(tables):
 ])  # fmt: skip
 def test_answers_have_score_intervals(tables, values, lowest, text):
     assert tables.answers(np.array(values), lowest) == text
-
-
-def test_a_benchmark_weights_problems_within_templates_only(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER.parent)
-    circuits = importlib.import_module("circuits")
-    values, weights = [0.5, 1.5, np.nan, 4.0, -1.0], [2.0, 6.0, 9.0, 3.0, 5.0]
-    means = [(2 * 0.5 + 6 * 1.5) / 8, 4.0, -1.0]  # the NaN problem shares its template with the fourth
-    half = 4.302653 * stdev(means) / 3**0.5  # t of 2 degrees of freedom
-    found = circuits.over_templates(np.array(values), list("aabbc"), np.array(weights))
-    numbers = (found.value, found.low, found.high, found.n)
-    assert numbers == pytest.approx((sum(means) / 3, sum(means) / 3 - half, sum(means) / 3 + half, 3))

@@ -100,7 +100,9 @@ def test_time_is_the_longer_of_operations_and_bytes(plan):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_plan_of_experts_counts_their_projections_in_any_element_type(dtype):
     """Two experts per token: the gated projections, 2 · 160 values, of the last step of an MLP are its peak."""
-    found = plan_run("tiny-llada-moe", batch=8, prompt_length=120, gen_length=8, steps=4, dtype=dtype)
+    found = plan_run(
+        "tiny-llada-moe", batch=8, prompt_length=120, gen_length=8, steps=4, record_sinks=False, dtype=dtype
+    )
     routed, stream = 8 * 128 * 2, 8 * 128 * 192
     least = (routed * (2 * 160 + 160 + 192) + 3 * stream) * dtype.itemsize
     assert least < found.step < 1.7 * least
