@@ -62,6 +62,7 @@ from sinklens.sinks.steps import StoredSteps
 RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
+DEEP = {"d_model": 64, "n_layers": 32, "n_heads": 4, "vocab": 643}  # bound by calls, as large networks are on a GPU
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
 SLOW = (
     "others",
@@ -315,6 +316,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "growth": lambda: growing(3),
         "blocks": lambda: block_caching([256], 5),
         "writing": lambda: writing(pairs),
+        "deep": lambda: watching("d_model 64, 32 layers", DEEP, [64, 256], pairs),
         "others": lambda: others("d_model 512, 8 layers", MIDDLE, lengths, 5),
         "middle": lambda: watching("d_model 512, 8 layers, vocabulary 32k", MIDDLE, lengths, pairs),
         "wide": lambda: watching("one layer of LLaDA-8B's width", WIDE, lengths, 3, steps=2),

@@ -98,8 +98,7 @@ class AttentionPoints(AttentionWeights, Points):
         point = self.hook_sink_scores
         if point.watch.sums is None or point.watch.peeked is not None or point.watch.cache is not None:
             return False
-        others = (one for one in (*self.__dict__["_inside"], self.hook_fresh) if one is not point)
-        return not point.hooked and not any(one.armed for one in others)
+        return not point.hooked and all(tap.is_for(point) for tap in point.taps)
 
 
 class MlpPoints(MlpWeights, Points):

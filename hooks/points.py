@@ -251,6 +251,10 @@ class Tap:
         elif not self._needed:
             self._take_off()
 
+    def is_for(self, point: Point) -> bool:
+        """Whether `point` is the only one that needs it."""
+        return self._needed == {point}
+
     def _take_off(self) -> None:
         if self._remove is not None:
             self._remove, remove = None, self._remove

@@ -238,8 +238,8 @@ _CHOSEN: dict[str, Tile] = {}
 def _chosen(call: _Call) -> Tile:
     """The tile for this kind of call; for long calls, tiles are timed once (tiles.py)."""
     query, key = call.tensors[:2]
-    if call.channels * query.element_size() > 512:
-        return tiles.SMALL
+    if call.channels * query.element_size() > (512 if query.element_size() == 2 else 128):
+        return tiles.SMALL  # larger tiles do not fit on-chip memory, or in float32 the registers of an H100
     if not query.is_cuda or query.shape[2] * key.shape[2] < tiles.LONG:
         return tiles.DEFAULT
     place = " | ".join([

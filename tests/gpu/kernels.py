@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -73,29 +74,50 @@ def operands(case: Case, queries: int, keys: int, device: torch.device) -> tuple
 
 
 COMPILE = """
-import math
-from triton import compile
+import subprocess
+from pathlib import Path
+import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sinklens.hooks.attention import column_sums_triton as kernels, tiles
 
-for kernel in (kernels._lse_kernel, kernels._sums_kernel):
-    tile, names = tiles.DEFAULT, kernel.arg_names
-    fixed = dict(WIDTH=128, CHANNELS=128, ROWS=tile.rows, COLUMNS=tile.columns, KIND=kernels.KEY, CAUSAL=True,
-                 EXACT=False, LOG2=kernels.LOG2_E, q_channel=1, k_channel=1)
-    types = dict(query="*bf16", key="*bf16", mask="*bf16", lse="*fp32", out="*fp32", scale="fp32")
-    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "cubin" in compiled.asm
-    print(compiled.metadata.shared)
+ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+for dtype in names:
+    for width in (32, 64, 128, 256)[: 3 if dtype == torch.float32 else 4]:
+        operand = torch.zeros(1, 1, 1, width, dtype=dtype)
+        for kernel in (kernels._lse_kernel, kernels._sums_kernel):
+            call = kernels._Call(kernel, (operand, operand), operand, 1.0, None, False)
+            tile, parts = kernels._chosen(call), kernel.arg_names
+            fixed = dict(WIDTH=width, CHANNELS=call.channels, ROWS=tile.rows, COLUMNS=tile.columns, KIND=kernels.KEY,
+                         CAUSAL=True, EXACT=dtype == torch.float32, LOG2=kernels.LOG2_E, q_channel=1, k_channel=1)
+            types = {part: "*" + names[dtype] for part in ("query", "key", "mask")}
+            types |= dict(lse="*fp32", out="*fp32", scale="fp32")
+            signature = {part: "constexpr" if part in fixed else types.get(part, "i32") for part in parts}
+            source = ASTSource(kernel, signature, {(parts.index(part),): value for part, value in fixed.items()})
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            Path("kernel.ptx").write_text(compiled.asm["ptx"])
+            given = [ptxas, "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+            told = subprocess.run(given, capture_output=True, text=True, check=True).stderr
+            spilled = told.partition(" bytes spill stores")[0].rpartition(" ")[2]
+            print(names[dtype], width, kernel.__name__, compiled.metadata.shared, spilled, sep=",")
 """
 
 
-def shared_memory() -> list[int]:
-    """The bytes of shared memory of each kernel, compiled for an H100 in another process."""
+class Resources(NamedTuple):
+    """What a compiled kernel takes: bytes of shared memory, and bytes that do not fit the registers."""
+
+    shared: int
+    spilled: int
+
+
+def compiled_for_an_h100(folder: Path) -> dict[str, Resources]:
+    """What each kernel takes in each type and width, compiled in another process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    given = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(given, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-400:]
-    return [int(number) for number in done.stdout.split()]
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines()]
+    return {name: Resources(int(shared), int(spilled)) for name, shared, spilled in rows}

@@ -27,8 +27,8 @@ CASES = (
       for dtype in (EXACT, BRAIN)
       for mask, causal in (("none", False), ("none", True), ("key", False), ("full", False), ("full", True))),
     *(pytest.param(case, marks=pytest.mark.large) for case in (
-        Case(EXACT, 32, "key"), Case(BRAIN, 96, "key"), Case(BRAIN, 128, "key"), Case(HALF, 64),
-        Case(HALF, 64, "key", True, 1),
+        *(Case(dtype, width, "key") for dtype in (HALF, BRAIN) for width in (32, 64, 80, 96, 128, 256)),
+        *(Case(EXACT, width, "key") for width in (32, 128)), Case(BRAIN, 32), Case(HALF, 64, "key", True, 1),
     )),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from gpu.kernels import shared_memory
+from gpu.kernels import compiled_for_an_h100
 
 import sinklens.hooks as hooks
 from sinklens.hooks.attention import column_sums as plain
@@ -175,8 +175,9 @@ def test_without_triton_the_plain_version_runs_with_one_warning(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels were compiled for this GPU")
-def test_the_kernels_compile_for_an_h100_without_a_gpu():
-    """Compiling does not need a GPU, and finds errors that the interpreter accepts."""
-    used = shared_memory()
-    assert len(used) == 2
-    assert max(used) < 99 * 1024, "more shared memory than a consumer GPU has"
+def test_the_kernels_compile_for_an_h100_without_a_gpu(tmp_path):
+    """Compiling does not need a GPU; it finds errors that the interpreter accepts, and what does not fit the chip."""
+    used = compiled_for_an_h100(tmp_path)
+    assert len(used) == (3 + 4 + 4) * 2  # widths of each type, and kernels
+    assert max(one.shared for one in used.values()) < 99 * 1024, "more shared memory than a consumer GPU has"
+    assert max(one.spilled for one in used.values()) < 512, "the registers do not hold a tile"
