@@ -236,7 +236,8 @@ class Tap:
             points: the points that the computation reaches through it.
             install: installs it; returns what removes it.
         """
-        self._install, self._remove = install, None
+        self._install = install
+        self._remove: Callable[[], Any] | None = None
         self._needed: set[Point] = set()
         for point in points:
             point.taps.append(self)
@@ -256,8 +257,8 @@ class Tap:
         return self._needed == {point}
 
     def _take_off(self) -> None:
-        if self._remove is not None:
-            self._remove, remove = None, self._remove
+        remove, self._remove = self._remove, None
+        if remove is not None:
             remove()
 
 

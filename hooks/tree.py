@@ -312,7 +312,7 @@ class HookTree(ModelWeights, HookFront):
         watch.cache = watch.sums = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with (
-                self.watch.armed(self.hook_dict[name] for name in wanted),
+                self.watch.armed(self.hook_dict[name] for name in wanted),  # type: ignore[misc]
                 nullcontext() if handover is None else handover.suspended(),
             ):
                 self.hidden(input_ids, attention_mask, time=time, kind=kind)

@@ -114,7 +114,7 @@ class LayerSums:
         self._scores.clear()
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    """Tensors of several layers along the batch axis."""
+def _joined(parts: list[Any]) -> Any:
+    """Tensors of several layers along the batch axis; None if the layers have none."""
     present = [part for part in parts if part is not None]
     return None if not present else present[0] if len(present) == 1 else torch.cat(present)

@@ -83,7 +83,7 @@ def assess(
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     point, logits, fits = stream_point(model, point), MaskedLogits(), [Fit(sae) for _ in scopes]
     read = [
-        ScopeReader(point, lambda hook, places, x, fit=fit: fit.add(x), scope=scope)
+        ScopeReader(point, lambda hook, places, x, fit=fit: fit.add(x), scope=scope)  # type: ignore[misc]
         for fit, scope in zip(fits, scopes, strict=True)
     ]
     base = generate(model, list(prompts), hooks=[*read, logits], **given)

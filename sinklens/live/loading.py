@@ -25,12 +25,9 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
     for one in given:
         chosen = fitting(one, options) if isinstance(one, str | Path) else {}
         model = load(one, **chosen)
-        given, as_loaded = (
-            (one, chosen)
-            if isinstance(one, str | Path)
-            else (model.name, {"dtype": str(model.cfg.dtype).removeprefix("torch.")})
-        )
-        entry = LabModel(_name(given), model, _loading(given, as_loaded))
+        dtype = {"dtype": str(model.cfg.dtype).removeprefix("torch.")}  # of a model that was loaded before
+        source, as_loaded = (one, chosen) if isinstance(one, str | Path) else (model.name, dtype)
+        entry = LabModel(_name(source), model, _loading(source, as_loaded))
         if entry.name in {other.name for other in found}:
             raise SinklensError(f"the lab has the model {entry.name} already; give each model once.")
         found.append(entry)

@@ -26,7 +26,6 @@ from sinklens.live.execution import LiveRun
 from sinklens.sinks import Record
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
-OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
 SHORT = {"gen_length": 8}
 ABLATED = [AblateHeads(layers=[1], heads=[5])]
 CHANGES = {
