@@ -11,6 +11,7 @@ empty or still hold masks count as wrong and are reported.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.tasks.word_problems import RANGES, Problem, held_out, in_range, read_answer
+from sinklens.utils.escaping import in_csv, say
 from sinklens.utils.estimates import Estimate, proportion
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ def main() -> None:
             return
         _print(options.models, held_out(options.problems))
     except SinklensError as error:
-        parser.exit(1, f"sinklens: {error}\n")
+        say(f"sinklens: {error}", to=sys.stderr)
+        parser.exit(1)
 
 
 def _print_ranges(models: Sequence[str], size: int, out: Path | None) -> None:
@@ -118,10 +121,10 @@ def _print_ranges(models: Sequence[str], size: int, out: Path | None) -> None:
         raise SettingError(f"--size must be at least 1; got {size}.")
     table = by_range(models, size)
     if out is not None:
-        table.to_csv(out, index=False, float_format="%.6g")
+        out.write_text(in_csv(table, "%.6g"))
     for row in table.itertuples():
         share = proportion(row.right, row.total)
-        print(f"{row.model:18s} {row.kind:7s} {row.low:3d} to {row.high:3d}  {share}")
+        say(f"{row.model:18s} {row.kind:7s} {row.low:3d} to {row.high:3d}  {share}")
 
 
 def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
@@ -129,9 +132,9 @@ def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
         raise SettingError("accuracy needs at least one problem; give --problems of 1 or more.")
     for name in models:
         result = measure(name, problems)
-        print(f"{name}: {result.share} ({result.empty} empty, {result.masked} with leftover masks)")
+        say(f"{name}: {result.share} ({result.empty} empty, {result.masked} with leftover masks)")
         for kind, (right, total) in result.by_kind.items():
-            print(f"  {kind:18s} {right}/{total}")
+            say(f"  {kind:18s} {right}/{total}")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from sinklens.errors import CheckpointError, SinklensError
+from sinklens.utils.arguments import read_as
 from sinklens.utils.documents import read_json
+from sinklens.utils.escaping import on_console, read_csv
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -46,26 +48,26 @@ def manifests(out: Path) -> list[dict[str, Any]]:
         if {"study", "models", "options"} <= content.keys():
             if content["study"] != file.stem:  # its tables are named after it
                 raise SinklensError(f"{file} is a manifest of {content['study']!r:.80}; restore the file's name.")
+            for name in read_as(list, f"tables in {file}", content.get("tables", [])):
+                read_as(str, f"a table's name in {file}", name)
             found.append(content)
     return found
 
 
 def show(out: Path, manifest: Mapping[str, Any]) -> None:
     """Print the tables of the study that `manifest` describes, from their files in `out`."""
-    import pandas
-
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     meanings: dict[tuple[str, str], None] = {}
     alone = False
     for name in _table_names(out, manifest):
         file = out / f"{manifest['study']}-{name}.csv"
-        frame = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in NUMBERS})
+        frame = read_csv(file, INTERVAL, NUMBERS)
         meanings |= _meanings(frame)
         alone |= "prompts" in frame and bool((frame["prompts"] == 1).any())
         for model in dict.fromkeys(frame["model"]) if "model" in frame else ():
             _show_one(console, f"{name}: {model}", frame[frame["model"] == model].drop(columns="model"), file)
     for measure, meaning in meanings:
-        console.print(f"{measure}: {meaning}", markup=False, soft_wrap=not sys.stdout.isatty())
+        console.print(on_console(f"{measure}: {meaning}"), soft_wrap=not sys.stdout.isatty())
     console.print(LEGEND, markup=False)
     if alone:
         console.print(ALONE, markup=False)
@@ -91,23 +93,23 @@ def _show_one(console: Console, title: str, frame: "DataFrame", file: Path) -> N
     labels = [name for name in frame.columns if name not in (*INTERVAL, "prompts", "meaning")]
     counts = sorted(set(frame["prompts"])) if "prompts" in frame else []
     title += f" ({counts[0]} prompt{'s' * (counts[0] != 1)})" if len(counts) == 1 else ""
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=on_console(title), title_justify="left")
     before = [name for name in labels if list(frame.columns).index(name) < list(frame.columns).index("estimate")]
     after = [name for name in labels if name not in before] + ["prompts"] * (len(counts) > 1)
     for name in before:
-        table.add_column(escape(name), overflow="fold")
+        table.add_column(on_console(name), overflow="fold")
     table.add_column("estimate", justify="right", no_wrap=True)
     for name in after:
-        table.add_column(escape(name), overflow="fold")
+        table.add_column(on_console(name), overflow="fold")
     for _, row in frame.head(ROWS).iterrows():
         table.add_row(*_cells(row, before), _interval(row), *_cells(row, after))
     console.print(table)
     if len(frame) > ROWS:
-        console.print(f"  … {len(frame) - ROWS} more rows in {file}", markup=False, soft_wrap=True)
+        console.print(on_console(f"  … {len(frame) - ROWS} more rows in {file}"), soft_wrap=True)
 
 
-def _cells(row: Any, names: Sequence[str]) -> list[str]:
-    return [escape(_number(row[name])) for name in names]
+def _cells(row: Any, names: Sequence[str]) -> list[Text]:
+    return [on_console(_number(row[name])) for name in names]
 
 
 def _interval(row: Any) -> str:
@@ -121,7 +123,7 @@ def _number(value: Any) -> str:
     """A short form of a value: integers unchanged, others with three decimals, very small ones in powers of ten."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return str(value)
     if math.isnan(number):
         return str(value) if isinstance(value, str) else ""

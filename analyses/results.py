@@ -18,6 +18,7 @@ import xarray as xr
 from sinklens.errors import CheckpointError
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.documents import read_json
+from sinklens.utils.escaping import in_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: F
     for table_name, table in findings.tables.items():
         files.append(out / f"{name}-{table_name}.csv")
         with atomic_write(files[-1]) as part:
-            table.to_csv(part, index=False)
+            part.write_text(in_csv(table), encoding="utf-8")
     files += _draw(name, figures(findings.measured, findings.examples), out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
     files.append(out / f"{name}.nc")

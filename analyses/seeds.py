@@ -14,6 +14,7 @@ from sinklens.analyses.estimates.tables import corrected, verdict
 from sinklens.analyses.results import Findings
 from sinklens.analyses.study import Study
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.escaping import in_csv
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -47,7 +48,7 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
         ]
     file = out / f"{study.name}-seeds.csv"
     with atomic_write(file) as part:
-        table.to_csv(part, index=False)
+        part.write_text(in_csv(table), encoding="utf-8")
     return table, file
 
 

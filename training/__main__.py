@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sinklens.errors import SinklensError, nearest
+from sinklens.utils.escaping import say
 from sinklens.utils.folders import check_folder, require_writable
 from training import RECIPES, Recipe, curve, train
 from training.export import export, write_card, write_text_card
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(_parser().parse_args(arguments))
     except SinklensError as error:
-        print(f"training: {error}", file=sys.stderr)
+        say(f"training: {error}", to=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("training: interrupted; run the command again to resume.", file=sys.stderr)

@@ -9,14 +9,18 @@ leaves no partial file.
 Pitfall: an option without a default in the signature shows none in ``--help``; its docstring says what applies.
 """
 
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 
 from cyclopts import App, CycloptsError, Parameter
 
 from sinklens.errors import SinklensError
+from sinklens.utils.escaping import say, spelled
 
 COMMANDS = {  # name -> the function or the App that it calls, and what `sinklens --help` says of it
     "demo": (
@@ -88,25 +92,43 @@ def build() -> App:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     call = sys.argv[1:] if arguments is None else list(arguments)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack characters of an answer
+    formatted, warnings.formatwarning = warnings.formatwarning, _warning
+    try:
+        return _call(call)
+    finally:
+        warnings.formatwarning = formatted
+
+
+def _warning(message: Warning | str, kind: type[Warning], file: str, line: int, source: str | None = None) -> str:
+    """A warning as a line; it may quote a name from a file."""
+    return spelled(f"{file}:{line}: {kind.__name__}: {message}") + "\n"
+
+
+def _call(call: list[str]) -> int:
+    """Run one command and return its exit code; errors are printed."""
     try:
         command, bound, unparsed = build().parse_args(call, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs, **dict.fromkeys(unparsed, call))
         sys.stdout.flush()
     except CycloptsError as error:
-        print(
-            f"sinklens: {error}\n`sinklens --help` lists the commands, `sinklens COMMAND --help` the options of one.",
-            file=sys.stderr,
+        say(
+            *f"sinklens: {error}".split("\n"),
+            "`sinklens --help` lists the commands, `sinklens COMMAND --help` the options of one.",
+            to=sys.stderr,
         )
         return 2
     except SinklensError as error:
-        from sinklens.views.html import spelled
-
-        print(f"sinklens: {spelled(str(error), keep=chr(10))}", file=sys.stderr)  # it may quote a name from a file
+        say(f"sinklens: {error}", to=sys.stderr)
         return 1
     except OSError as error:  # results have their own errors, so this is from the output or a connection
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        with suppress(OSError):  # it may be redirected within Python
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         if isinstance(error, BrokenPipeError):  # `sinklens demo | head`: all files are written before printing
             return 0
-        print(f"sinklens: {error}.", file=sys.stderr)
+        say(f"sinklens: {error}.", to=sys.stderr)
         return 1
     return 0

@@ -15,6 +15,7 @@ from sinklens.cli.options import Asked, Call, Integer, Integers, LoadingOfRun, N
 from sinklens.cli.planning import DryRun, print_plan
 from sinklens.cli.settings import Settings
 from sinklens.errors import SinklensError
+from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
@@ -148,7 +149,7 @@ def evaluate(
         return
     unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
     score = f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
-    print(score if unscored else f"Done. To print the table: sinklens table {out}")
+    say(score if unscored else f"Done. To print the table: sinklens table {out}")
 
 
 def _report(count: Callable[[str, int, int], None], model: str, condition: "Condition", done: int, total: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sinklens.cli.options import Described, Device, Integer, Loading, Names
 from sinklens.cli.writing import write_figure, write_text
+from sinklens.utils.escaping import on_console, say
 
 PROBLEM = 14
 
@@ -37,9 +38,9 @@ def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) ->
     write_text(out / "answers.txt", "\n".join([f"{asked.prompt}\n", *answers]))
     for run, kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
         console.rule(f"{run.model.name} ({kind}, {run.steps_run} steps)")
-        console.print(asked.prompt, markup=False)
+        console.print(on_console(asked.prompt, keep="\n"))
         terminal.show(run.model, run, console)
-        console.print(f"Answer: {run.text.strip()}   (correct: {asked.result})\n", markup=False)
+        console.print(on_console(f"Answer: {run.text.strip()}   (correct: {asked.result})"), "")
     console.print(
         f"Written to {out}/: answers.txt, sinks.png (the sinks of both models at every step), the sink "
         f"tracks (open with sinklens.SinkTrack.open), and a page per model to step through:", markup=False,
@@ -79,14 +80,13 @@ def lab(
     with link_file(opened_lab.url) as file:
 
         def opened() -> None:
-            print(f"The lab is open. Anyone with this link can use it:\n  {opened_lab.url}", flush=True)
-            print("Ctrl+C closes it.", flush=True)
+            say("The lab is open. Anyone with this link can use it:", f"  {opened_lab.url}", "Ctrl+C closes it.")
             if not no_browser:
                 webbrowser.open(file.as_uri())
 
         with suppress(KeyboardInterrupt):  # depending on when Ctrl+C comes, the server returns or raises
             opened_lab.serve(opened)
-    print("\nThe lab is closed." + (f" Its runs are in {keep}." if keep else ""))
+    say("", "The lab is closed." + (f" Its runs are in {keep}." if keep else ""))
 
 
 def hooks(model: str, /, *, all: bool = False, loading: Described | None = None) -> None:
@@ -115,14 +115,14 @@ def hooks(model: str, /, *, all: bool = False, loading: Described | None = None)
         "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab, "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
     }  # fmt: skip
     rows = dict(names.table(names.merged(tree.parts)))
-    print(f"{model}: family {family.name}, {cfg.n_layers} layers, {len(points)} hook points")
+    say(f"{model}: family {family.name}, {cfg.n_layers} layers, {len(points)} hook points")
     mixed = [layer for layer, one in enumerate(tree.parts) if one.experts]
     experts = f"; layers with experts: {', '.join(map(str, mixed))}" if 0 < len(mixed) < cfg.n_layers else ""
-    print(f"l: layer, 0 to {cfg.n_layers - 1}{experts}")
+    say(f"l: layer, 0 to {cfg.n_layers - 1}{experts}")
     for name in points if all else rows:
         spec = rows[re.sub(r"\.\d+\.", ".{l}.", name, count=1)]
         shape = " ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in spec.axes.split())
-        print(f"{name:36s} [{shape:44s}] {spec.meaning}")
+        say(f"{name:36s} [{shape:44s}] {spec.meaning}")
 
 
 def models() -> None:
@@ -132,12 +132,10 @@ def models() -> None:
     from sinklens.model.files import shipped_names
 
     register_installed()
-    print("\n  ".join(["Shipped checkpoints (by name):", *shipped_names()]))
-    print(
-        "\nFamilies (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):"
-    )
+    say("Shipped checkpoints (by name):", *(f"  {name}" for name in shipped_names()), "")
+    say("Families (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):")
     for family in FAMILIES.values():
         kinds = f"model_type {', '.join(family.model_types)}"
         if family.classes:
             kinds += f" or architectures {', '.join(family.classes)}"
-        print(f"  {family.name:10s} {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
+        say(f"  {family.name:10s} {kinds}; sampler {family.sampler}", f"{'':13s}verified: {family.verified}")

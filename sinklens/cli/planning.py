@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from sinklens.cli.options import Integer, Names, OfFamily
 from sinklens.cli.settings import Settings
+from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
@@ -82,7 +83,7 @@ def plan(
         cached=cached, load=loading or {}, quantization=quantization, dtype=getattr(torch, element_type),
         **settings or {},
     )  # fmt: skip
-    print("\n".join(plan_lines(found, named, utilization, element_type)))
+    say(*plan_lines(found, named, utilization, element_type))
 
 
 def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dtype: str) -> list[str]:
@@ -136,7 +137,7 @@ def print_plan(
     samples = list(shared["task"].samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
     found = planned(name, protocol, every, samples, shared["load"])
-    print("\n".join([name, *_cost_lines(found, card, options)]))
+    say(name, *_cost_lines(found, card, options))
 
 
 def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:

@@ -1,7 +1,4 @@
-"""A ledger's results: tables with a legend on a terminal, or a table as CSV.
-
-Names in a ledger come from other people's files: they are escaped for each format, and a control character is shown as
-its code.
+"""A ledger's results: tables with a legend on a terminal.
 
 Limitation: a narrow terminal wraps cells. In a file or a pipe, nothing is wrapped.
 """
@@ -11,15 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from sinklens.views.html import spelled
+from sinklens.utils.escaping import on_console, spelled
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
-FORMULA = ("=", "+", "-", "@")
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
     "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
@@ -50,24 +45,14 @@ SHARES = {
 """Heading -> the column of the frame and its form."""
 
 
-def as_csv(table: "DataFrame") -> str:
-    """The table as CSV; a text that begins like a formula, which a spreadsheet would run, is quoted."""
-
-    def cell(value: object) -> object:
-        text = spelled(value) if isinstance(value, str) else value
-        return f"'{text}" if isinstance(text, str) and text[:1] in FORMULA else text
-
-    return str(table.map(cell).to_csv(index=False))
-
-
 def show(table: "DataFrame", notes: Sequence[str]) -> None:
     """Print the tables of every protocol, the legend, and `notes`."""
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, width=None if terminal else WIDE)
     for (protocol, model), rows in table.groupby(["protocol", "model"], sort=False):
         for departs in rows["departs"][rows["departs"] != ""].unique():
-            console.print(spelled(f"{model} departs from {protocol}: {departs}."), markup=False, soft_wrap=not terminal)
-        conditions = rows[["condition"]]
+            console.print(on_console(f"{model} departs from {protocol}: {departs}."), soft_wrap=not terminal)
+        conditions = rows[["condition"]].map(spelled)
         accuracies = {
             "accuracy": _accuracies(rows),
             "vs unmasked": _compared(rows, "against_unmasked").where(rows["no_unmasked"] == "", rows["no_unmasked"]),
@@ -77,13 +62,13 @@ def show(table: "DataFrame", notes: Sequence[str]) -> None:
         }
         shares = {name: _written(rows[column], form) for name, (column, form) in SHARES.items()}
         for title, texts in (("accuracy", accuracies), ("answers", shares)):
-            console.print(spelled(f"{protocol}, {model}: {title}"), markup=False, soft_wrap=not terminal)
+            console.print(on_console(f"{protocol}, {model}: {title}"), soft_wrap=not terminal)
             console.print(_table(conditions.assign(**texts)))
     picks = set(table["pick"])
     lines = [LEGEND, *[CACHES] * bool((table["cache"] != "").any())]
     lines += [ESCAPING] * ("strongest" in picks and "steady" not in picks)
     for text in (*lines, *notes):
-        console.print(spelled(text), markup=False, soft_wrap=not terminal)
+        console.print(on_console(text), soft_wrap=not terminal)
 
 
 def _written(column: "Series", form: str) -> "Series":
@@ -118,5 +103,5 @@ def _table(texts: "DataFrame") -> Table:
     for place, name in enumerate(texts):
         table.add_column(name, justify="right" if place else "left", no_wrap=place > 0 and name != "published")
     for row in texts.to_numpy():
-        table.add_row(*(escape(spelled(text, keep="\n")) for text in row))
+        table.add_row(*(on_console(text, keep="\n") for text in row))
     return table

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Names
 from sinklens.errors import SinklensError, nearest
+from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.evaluation.protocols import Published
@@ -34,8 +35,7 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
         chosen = [one for one in chosen if any(model.lower() in score.model.lower() for score in one.published)]
     if not chosen:
         raise SinklensError(f"no protocol has a published score of a model whose name contains {model!r}.")
-    print("\n\n".join("\n".join(_in_full(one)) for one in chosen))
-    print("\nBrackets: 95 % intervals (Wilson).")
+    say(*(line for one in chosen for line in (*_in_full(one), "")), "Brackets: 95 % intervals (Wilson).")
 
 
 def _in_full(one: Any) -> list[str]:

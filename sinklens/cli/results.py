@@ -11,6 +11,7 @@ from typing import Any
 from sinklens.cli.options import Integer
 from sinklens.cli.writing import write_figure, write_text
 from sinklens.errors import SinklensError
+from sinklens.utils.escaping import in_csv, say
 
 
 def table(
@@ -29,7 +30,7 @@ def table(
     """
     from sinklens.analyses.printing import manifests
     from sinklens.analyses.printing import show as show_study
-    from sinklens.cli.printing import as_csv, show
+    from sinklens.cli.printing import show
     from sinklens.evaluation.ledger import holds_runs
     from sinklens.evaluation.tables import frame
     from sinklens.utils.folders import require_writable
@@ -54,12 +55,12 @@ def table(
         rows = frame(results, mixed_devices=mixed_devices)
     written = [(out or results) / "table.csv"]
     require_writable(written[0].parent)
-    write_text(written[0], as_csv(rows))
+    write_text(written[0], in_csv(rows))
     if (rows["total"] > 0).any():
         written.append(written[0].with_name("accuracy.png"))
         write_figure(written[1], accuracy_curves(rows[rows["total"] > 0]))
     show(rows, [str(note.message) for note in caught])
-    print(f"Written: {', '.join(map(str, written))}.")
+    say(f"Written: {', '.join(map(str, written))}.")
 
 
 def score(
@@ -88,14 +89,14 @@ def score(
             f"this command executes programs written by a model. Add --run-generated-code to allow that. Isolation on "
             f"this machine: {available_isolation()}."
         )
-    print(f"Isolation: {available_isolation()}.", file=sys.stderr)
+    say(f"Isolation: {available_isolation()}.", to=sys.stderr)
     ran = run_programs(results, data=data, limits=Limits(seconds=seconds, memory_mb=memory), progress=_progress)
-    print(f"{ran} programs were run. To print the table: sinklens table {results}")
+    say(f"{ran} programs were run. To print the table: sinklens table {results}")
 
 
 def _progress(run: Any, done: int, total: int) -> None:
     if done == total or done % 25 == 0:
-        print(f"{run.what['model']}, {run.what['condition']['name']}: {done} of {total}", file=sys.stderr)
+        say(f"{run.what['model']}, {run.what['condition']['name']}: {done} of {total}", to=sys.stderr)
 
 
 def merge(results: list[Path], /, *, out: Path) -> None:
@@ -109,7 +110,7 @@ def merge(results: list[Path], /, *, out: Path) -> None:
     from sinklens.utils.folders import check_folder
 
     check_folder(out, "an evaluation")
-    print(f"{merged(results, out)} records were copied. To print the table: sinklens table {out}")
+    say(f"{merged(results, out)} records were copied. To print the table: sinklens table {out}")
 
 
 def export(results: Path, /, *, out: Path) -> None:
@@ -121,4 +122,4 @@ def export(results: Path, /, *, out: Path) -> None:
     """
     from sinklens.evaluation.ledger import export as written
 
-    print(f"{written(results, out)} records were written to {out}.")
+    say(f"{written(results, out)} records were written to {out}.")

@@ -13,6 +13,7 @@ from sinklens.analyses import questions
 from sinklens.cli.options import Call, Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
 from sinklens.errors import SettingError
+from sinklens.utils.escaping import say
 
 SEEDS = (
     "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. compared: a measurement of "
@@ -85,12 +86,11 @@ def run_study(
     files = list(findings.files)
     if seeds:
         table, file = write_seeds(study, findings, out, study.seed)
-        print(f"over {len(findings.measured)} seeds and {len(asked)} prompts:")
-        print(table.dropna(axis="columns", how="all").round(3).to_string(index=False, na_rep=""))
-        print(SEEDS)
+        shown = table.dropna(axis="columns", how="all").round(3).to_string(index=False, na_rep="")
+        say(f"over {len(findings.measured)} seeds and {len(asked)} prompts:", *shown.split("\n"), SEEDS)
         files.append(file)
-    print(f"{kind.name}: {len(asked)} prompt{'s' * (len(asked) != 1)}, {', '.join(findings.measured)}. Written:")
-    print("\n".join(f"  {file}" for file in files))
+    say(f"{kind.name}: {len(asked)} prompt{'s' * (len(asked) != 1)}, {', '.join(findings.measured)}. Written:")
+    say(*(f"  {file}" for file in files))
 
 
 def _prompts(file: Path | None, limit: int | None) -> list[Any]:
@@ -120,5 +120,5 @@ def _answers(file: Path | None, limit: int | None, study: Any, prompts: list[Any
     if study.scored == "all" and unknown == len(prompts):
         raise SettingError(f"the study {study.name} counts answers lost, and {lacks}.")
     if study.scored and unknown:
-        print(f"sinklens: {lacks}. Where right answers are counted, they are left out.", file=sys.stderr)
+        say(f"sinklens: {lacks}. Where right answers are counted, they are left out.", to=sys.stderr)
     return answers

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.cli.options import Call, Device, fitted
 from sinklens.cli.writing import write_text
 from sinklens.errors import SettingError
+from sinklens.utils.escaping import in_markdown, say
 
 if TYPE_CHECKING:
     from sinklens.analyses.estimates.deciding import Decision
@@ -58,12 +59,12 @@ def run_plan(
             f"Give each line a text under 'expected' or 'answer', or test measure: changed."
         )
     others = tested.sharing(ledger, identity)
-    print("\n".join(power_lines(asked, len(others) + all(run.what != identity for run in others))))
+    say(*power_lines(asked, len(others) + all(run.what != identity for run in others)))
     if dry_run:
         return
     check_folder(folder, "a study")
     run = tested.begin(ledger, identity, folder)
-    print(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
+    say(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
     study = PlannedTest(plan=asked, seed=asked.seed, settings=asked.settings, answers=answers)
     model = load(asked.model, **fitted(asked.model, loading))
     with counting("prompts", folder, call) as count:
@@ -73,7 +74,7 @@ def run_plan(
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
     lines = report_lines(asked, made, corrected, findings.tables["differences"])
     write_text(folder / REPORT, "\n".join(lines) + "\n")
-    print("\n".join(["", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`."]))
+    say("", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`.")
 
 
 def power_lines(plan: "Plan", tests: int) -> list[str]:
@@ -102,9 +103,9 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
     found = made.found
     said = verdict(made, corrected.p, corrected.p_equivalent)
     grouped = bool(plan.groups())
-    units = f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
+    units = f"groups ({in_markdown(plan.group or TEMPLATE)})" if grouped else "prompts"
     lines = [
-        f"# {said}: {plan.claim}",
+        f"# {said}: {in_markdown(plan.claim)}",
         "",
         f"Difference: {found.value:.3f} [{found.low:.3f}, {found.high:.3f}] from {found.n} {units}; "
         f"{MEASURES[plan.measure]}; {PICKS['treated']} against {PICKS[plan.against]}.",
@@ -117,10 +118,10 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
         why = "there are too few of them" if few else "their number is not the reason"
         lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")
     only = "The shipped problems have seven templates; this holds for these templates only."
-    lines += [only] * (not grouped and not plan.prompts) + [f"It is about {plan.model}, one training run."]
+    lines += [only] * (not grouped and not plan.prompts) + [f"It is about {in_markdown(plan.model)}, one training run."]
     rows = differences[differences["measure"] == plan.measure]
     against = [
-        f"- {row.model}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        f"- {in_markdown(row.model)}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"
         for row in rows.itertuples()
     ]
     return [*lines, "", "Against every control (not tested, 95 % intervals):", "", *against]

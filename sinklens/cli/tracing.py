@@ -11,6 +11,7 @@ from sinklens.cli.options import Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
 from sinklens.cli.writing import write_figure, write_text
 from sinklens.errors import SinklensError
+from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -50,8 +51,8 @@ def trace(
     write_figure(out / "sinks.png", sink_path(found.sinks, *most_moving_head(found.sinks)).figure)
     report(found, out / "report.html")
     terminal.show(loaded, found, Console(highlight=False))
-    print("\n".join([f"\n{found.text}", *_remarks(found)]))
-    print(f"Written to {out}/: answer.txt, sinks.nc, sinks.png, report.html.")
+    say("", *(found.text or "").split("\n"), *_remarks(found))
+    say(f"Written to {out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
 def _prompt(given: str) -> str:
@@ -115,7 +116,7 @@ def verify(
     )  # fmt: skip
     write_text(out / "report.json", found.to_json())
     write_text(out / "report.md", found.to_markdown())
-    print(found.to_markdown())
-    print(f"Written to {out}/: report.json and report.md, which docs/verified.md collects.")
+    say(*found.to_markdown().split("\n"))
+    say(f"Written to {out}/: report.json and report.md, which docs/verified.md collects.")
     if found.failed:
         raise SinklensError(f"{found.model} failed: {', '.join(found.failed)}.")

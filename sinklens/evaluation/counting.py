@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from sinklens.utils.escaping import say, spelled
+
 
 @contextmanager
 def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> Iterator[Callable[[str, int, int], None]]:
@@ -23,7 +25,9 @@ def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> It
 
             def count(label: str, done: int, total: int) -> None:
                 if label not in bars:
-                    bars[label] = opened.enter_context(tqdm(desc=label, total=total, initial=done, unit=f" {unit}"))
+                    bars[label] = opened.enter_context(
+                        tqdm(desc=spelled(label), total=total, initial=done, unit=f" {unit}")
+                    )
                 bars[label].update(done - bars[label].n)
 
             yield count
@@ -31,5 +35,6 @@ def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> It
         if out is None:
             raise
         command = shlex.join(["sinklens", *call])
-        print(f"sinklens: interrupted; {out} keeps the finished {unit}. To resume:\n  {command}", file=sys.stderr)
+        resume = f"sinklens: interrupted; {out} keeps the finished {unit}. To resume:"
+        say(resume, *f"  {command}".split("\n"), to=sys.stderr)
         raise SystemExit(130) from None

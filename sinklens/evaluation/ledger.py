@@ -291,7 +291,7 @@ def _errors(text: str, folder: Path) -> Iterator[None]:
     """Raise the errors of SQLite as LedgerError with this text."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeEncodeError) as error:  # the last is of a folder's name
         raise LedgerError(text.format(file=folder / FILE, folder=folder, error=error)) from error
 
 
@@ -312,8 +312,10 @@ def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
 @contextmanager
 def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """The database of a ledger, to read."""
-    uri = f"{(folder / FILE).absolute().as_uri()}?mode=rw"  # on read-only media SQLite only reads
-    with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
+    with (
+        _errors(NOT_READ, folder),  # on read-only media SQLite only reads
+        closing(sqlite3.connect(f"{(folder / FILE).absolute().as_uri()}?mode=rw", timeout=WAIT, uri=True)) as database,
+    ):
         database.text_factory = lambda content: content.decode(errors="replace")  # so a checksum names the record
         yield database
 

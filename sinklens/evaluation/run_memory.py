@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.families.samplers import settings_for
 from sinklens.hooks import names
+from sinklens.hooks.attention import column_sums
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # share of a card that a plan fills
 LOGITS = "denoise.hook_logits"
+MOST_POSITIONS = 2**22  # of all rows; tensors of more can exceed what 64 bits count
+BLOCKS = 2  # of scores along each axis: with the change from one to the next they take most, and there can be millions
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def plan_run(
 
     Raises:
         SettingError: an unknown quantization or setting, a quantization of a checkpoint that is quantized already, or
-            a batch or length below 1.
+            a batch or length below 1, or more than `MOST_POSITIONS` positions.
         HookNameError: no point has this name.
         CheckpointError: the checkpoint was not found, or its config is not supported.
     """
@@ -171,8 +176,10 @@ def plan_run(
         )
     if batch < 1 or prompt_length < 1:
         raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
+    _check_size(batch, prompt_length + (as_integer(settings.get("gen_length")) or 0))
     with fake_model(source, load or {}, dtype) as model:
         chosen = settings_for(model, dict(settings))
+        _check_size(batch, prompt_length + chosen.gen_length)
         points, several = watched_points(model, watch), max(2, batch)
         one, more = (_peak(model, chosen, prompt_length, rows, points, keep, record_sinks) for rows in (1, several))
         step = one if batch == 1 else more
@@ -197,6 +204,14 @@ def plan_run(
         )  # fmt: skip
 
 
+def _check_size(batch: int, row: int) -> None:
+    if batch * row > MOST_POSITIONS:
+        raise SettingError(
+            f"a plan has at most {MOST_POSITIONS:,} positions; {batch:,} rows of {row:,} are more. Plan a smaller "
+            f"batch, prompt or gen_length."
+        )
+
+
 @contextmanager
 def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Iterator[Model]":
     """A block in which tensors are fake, and a model of them."""
@@ -205,10 +220,11 @@ def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) 
     from sinklens.model.model import Model
     from sinklens.utils.allocations import without_memory
 
+    few = patch.object(column_sums, "range", lambda *bounds: range(*bounds)[:BLOCKS], create=True)
     given = {key: value for key, value in load.items() if key in ("revision", "family", "block_length", "tokenizer")}
     path = Path(source)
     folder = path.parent if path.name == "config.json" else find_checkpoint(source, given.get("revision"), False)
-    with without_memory(), torch.no_grad():
+    with without_memory(), torch.no_grad(), few:
         yield Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
 
 

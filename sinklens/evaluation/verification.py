@@ -33,6 +33,7 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.tasks.prompts import model_input
 from sinklens.tasks.registry import reads_files
 from sinklens.utils.arguments import Share, read_as
+from sinklens.utils.escaping import in_markdown
 from sinklens.utils.estimates import Estimate, student, unpaired
 from sinklens.utils.versions import versions
 
@@ -147,24 +148,22 @@ class Verification:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self) | {"versions": dict(self.versions)}, indent=1, ensure_ascii=False)
+        return json.dumps(asdict(self) | {"versions": dict(self.versions)}, indent=1)
 
     def to_markdown(self) -> str:
         """The report as a Markdown table under a heading."""
         about = f"{self.family}, {self.dtype}, {self.device}; {', '.join(f'{k} {v}' for k, v in self.versions.items())}"
-        revision = f" at {self.revision}" if self.revision else ""
+        heading = f"{self.model} at {self.revision}" if self.revision else self.model
         rows = [
             ("check", "outcome", "expected", "found (a cost is positive if accuracy is lost)"), ("---",) * 4,
-            *((f"*{one.name}*" if one.statement else one.name, one.outcome, one.expected, one.found)
-              for one in self.checks),
+            *((f"*{one.name}*" if one.statement else one.name, one.outcome, in_markdown(one.expected),
+               in_markdown(one.found)) for one in self.checks),
         ]  # fmt: skip
-        table = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
-        departs = [f"The runs depart from the protocol: {self.departs}."] * bool(self.departs)
-        notes = [
-            f"Protocol {self.protocol}, {self.problems} problems. Statements of the study are in italics.",
-            *departs,
-        ]
-        return "\n".join([f"### {self.model}{revision}", "", about, "", *table, "", *notes, ""])
+        table = ["| " + " | ".join(row) + " |" for row in rows]
+        notes = [f"Protocol {self.protocol}, {self.problems} problems. Statements of the study are in italics."]
+        notes += [f"The runs depart from the protocol: {self.departs}."] * bool(self.departs)
+        shown = [f"### {in_markdown(heading)}", "", in_markdown(about), "", *table, "", *map(in_markdown, notes), ""]
+        return "\n".join(shown)
 
 
 def verify(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sinks.store import Store
+from sinklens.sinks.store import Store, reading
 from sinklens.utils.arguments import read_as
 
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
@@ -48,7 +48,10 @@ class ActivationStore(Store):
 
     def check(self) -> None:
         super().check()
-        for point in read_as(list, "points", self.about["points"]):
+        if not read_as(list, "points", self.about["points"]):
+            raise SettingError("it has no points")
+        read_as(str, "model", self.about["model"])
+        for point in self.about["points"]:
             self.group[array_of(read_as(str, "a point", point))] if len(self) else None
         for name, number in (("prompts", self.about["prompts"]), ("prompts_done", self.prompts_done)):
             read_as(int, name, number)
@@ -91,11 +94,13 @@ class ActivationStore(Store):
     def read(self, start: int, stop: int) -> Float[Tensor, "place d_in"]:
         """The activations of some rows at the point, in float32."""
         stop = min(stop, len(self))
-        return torch.from_numpy(np.asarray(self.group[array_of(self.point)][start:stop], dtype=np.float32))
+        with reading(self.path):
+            return torch.from_numpy(np.asarray(self.group[array_of(self.point)][start:stop], dtype=np.float32))
 
     def column(self, name: str) -> Shaped[np.ndarray, " place"]:
         """One of `COLUMNS`, of all rows."""
-        return np.asarray(self.group[name][: len(self)])
+        with reading(self.path):
+            return np.asarray(self.group[name][: len(self)])
 
 
 def array_of(point: str) -> str:

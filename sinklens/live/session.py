@@ -26,6 +26,7 @@ from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import MOST_REPLAYS, RunSpec, read_request
 from sinklens.live.thread import ModelThread, reason
 from sinklens.runs import Generation
+from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -244,7 +245,7 @@ class Session:
                 outcome = run.live.finished()
             _note(run, run.live, outcome)
         run.facts["error"] = text
-        print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
+        say(f"sinklens lab: run {run.id} failed: {text}", to=sys.stderr)
         self._finish(run, "failed", outcome)
 
     def _finish(self, run: LabRun, status: str, outcome: RunOutcome | None) -> None:

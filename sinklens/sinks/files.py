@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import AXES, TrackData, unmask_steps
-from sinklens.sinks.store import TrackStore, attributes_of, nothing, replacing, writing
+from sinklens.sinks.store import Checked, TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.arguments import Count, read_as
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.documents import parse_json, read_json
@@ -92,7 +92,7 @@ def open_dataset(path: Path) -> xr.Dataset:
         ) from error
     if data.attrs.get("format") != TrackStore.form:
         raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r:.80}).")
-    return data
+    return data.copy(data={name: Checked.lazily(values.variable, path) for name, values in data.data_vars.items()})
 
 
 def _check(data: xr.Dataset) -> None:
@@ -114,8 +114,10 @@ def _check(data: xr.Dataset) -> None:
             read_as(int, f"a token of special.{name}", token)
     for name in ("steps", "canvas_length"):
         read_as(Count | None, name, objects["settings"].get(name))
+    for seed in np.ravel(attributes.get("seed", [])).tolist():
+        read_as(int, "a seed", seed)
     for name, (axes, kinds) in VARIABLES.items():
-        if name in data and (data[name].dims != axes or data[name].dtype.kind not in kinds):
+        if (name in data or name != "final_id") and (data[name].dims != axes or data[name].dtype.kind not in kinds):
             raise TrackError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
     read_as(Annotated[int, Ge(0), Le(data.sizes["pos"])], "prompt_length", attributes["prompt_length"])
 

@@ -21,8 +21,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 import xarray as xr
 from annotated_types import Ge
+from xarray.backends import BackendArray
+from xarray.core import indexing
 
-from sinklens.errors import CheckpointError, SettingError, SinklensError
+from sinklens.errors import CheckpointError, SettingError, SinklensError, TrackError
 from sinklens.utils.arguments import read_as
 from sinklens.utils.documents import read_json
 
@@ -171,6 +173,42 @@ class TrackStore(Store):
         counts = [math.ceil(size / chunk) for size, chunk in zip(sizes.values(), array.chunks, strict=True)]
         files = (self.path / name / array.metadata.encode_chunk_key(place) for place in np.ndindex(*counts))
         return sum(not file.is_file() for file in files)
+
+
+class Checked(BackendArray):
+    """A variable of a file that is read when it is used; a part that cannot be read is an error with the file's name.
+
+    Raises:
+        TrackError: when it is used; the part is damaged.
+    """
+
+    def __init__(self, values: xr.Variable, path: Path) -> None:
+        self.shape, self.dtype, self._values, self._path = values.shape, values.dtype, values, path
+
+    @classmethod
+    def lazily(cls, values: xr.Variable, path: Path) -> Any:
+        """The same variable, read when it is used."""
+        return indexing.LazilyIndexedArray(cls(values, path))
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
+
+    def _read(self, key: tuple[Any, ...]) -> np.ndarray:
+        with reading(self._path):
+            return self._values[key].to_numpy()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Explain what fails while a part of `path` is read: HDF5 and Zarr raise errors of any class.
+
+    Raises:
+        TrackError: it cannot be read.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise TrackError(f"a part of {path} is damaged ({error!s:.300}); copy or record it again.") from error
 
 
 def attributes_of(path: Path) -> dict[str, Any]:

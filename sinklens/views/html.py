@@ -20,6 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
+from sinklens.utils.escaping import spelled
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
@@ -129,14 +130,6 @@ def visible(text: str) -> str:
     if text in ("", " "):
         return "␣" if text else "∅"
     return spelled(text.replace("\n", "⏎").replace("\t", "⇥"))
-
-
-def spelled(text: str, keep: str = "") -> str:
-    """`text` with control and direction characters as escapes, except those in `keep`."""
-    return "".join(
-        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
 
 
 def token_texts(track: "SinkTrack") -> Callable[[int], str]:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.escaping import spelled
 from sinklens.views.attention import CELLS
-from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
+from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block
 from sinklens.views.patterns import generation_of, patterns_at, recorded
 from sinklens.views.report_budget import PageScores, Patterns, fit_patterns, fit_scores, wanted_of
 from sinklens.views.report_data import Material, Numbers

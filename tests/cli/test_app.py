@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
+import pandas
 import pytest
+from hostile import HOSTILE
+from ledgers import planted_run
 
 import sinklens
 from sinklens import SinkTrack
@@ -20,8 +24,10 @@ from sinklens.cli import main
 from sinklens.cli.app import COMMANDS, build
 from sinklens.cli.options import Loading, Run
 from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS
+from sinklens.evaluation.conditions import masking
 from sinklens.families import SAMPLERS
 from sinklens.families.samplers import setting_help
+from sinklens.model.files import find_checkpoint
 from sinklens.tasks import held_out
 from sinklens.utils.arguments import arguments
 from training import RECIPES, write_untrained
@@ -352,8 +358,73 @@ def test_a_closed_output_pipe_loses_no_file(tmp_path):
     assert (tmp_path / "answers.txt").is_file()
 
 
-def test_an_error_shows_control_characters_of_a_name_as_escapes(capsys):
-    assert main(["hooks", "a\x1b[31mb"]) == 1
-    error = capsys.readouterr().err
-    assert "\x1b" not in error
-    assert "x1b[31mb" in error
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A folder with a model, a plan, a study and an evaluation of a stranger, each with a hostile name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SINKLENS_TESTS", str(tmp_path / "tests"))
+    shutil.copytree(find_checkpoint("tiny-llada"), HOSTILE)
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{HOSTILE} {at}", "expected": HOSTILE, "kind": f"{HOSTILE}{at}"}) + "\n"
+            for at in (1, 2)
+        )
+    )
+    plan = {"claim": HOSTILE, "model": HOSTILE, "contrast": {"mask": "sinks"}, "n": 2, "of_interest": 0.1,
+            "prompts": "prompts.jsonl", "group": "kind", "settings": {"gen_length": 4, "steps": 2},
+            "expect": {"against": 0.05, "between": 0.1}}  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for condition in masking([1], ["random"]):
+        planted_run(tmp_path / "ledger", {"s": True}, replace(condition, name=HOSTILE + condition.name), model=HOSTILE)
+    table = dict.fromkeys(("model", "measure", "=a", HOSTILE, "meaning"), HOSTILE)
+    manifest = {"study": "s", "models": [], "options": {}, "tables": ["t"]}
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "s.json").write_text(json.dumps(manifest))
+    pandas.DataFrame([table | {"estimate": 1.0, "low": 0.5, "high": 2.0, "prompts": 3}]).to_csv(
+        tmp_path / "study" / "s-t.csv", index=False
+    )
+    return tmp_path
+
+
+SHORT = ["--gen-length", "4", "--steps", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["hooks", HOSTILE], 0),
+        (["hooks", f"no{HOSTILE}"], 1),
+        (["plan", HOSTILE, *SHORT], 0),
+        (["plan", "tiny-llada", f"--{HOSTILE}"], 2),
+        (["protocols", HOSTILE], 1),
+        (["table", "ledger"], 0),
+        (["table", "study"], 0),
+        (["table", HOSTILE], 1),
+        (["export", "ledger", "--out", f"{HOSTILE}.jsonl"], 0),
+        (["merge", "ledger", "--out", f"{HOSTILE}2"], 0),
+        (["trace", HOSTILE, "--prompt", HOSTILE, *SHORT], 0),
+        (["test", "plan.json", "--dry-run"], 0),
+        pytest.param(["test", "plan.json"], 0, marks=pytest.mark.extended),
+        pytest.param(["evaluate", HOSTILE, "--prompts", "prompts.jsonl", *SHORT], 0, marks=pytest.mark.extended),
+        pytest.param(["evaluate", HOSTILE, "--task", "tiny-gsm", "--limit", "1", "--dry-run"], 0,
+                     marks=pytest.mark.extended),
+        pytest.param(["analyse", "existence", HOSTILE, "tiny-llada", "--prompts", "prompts.jsonl", "--seeds", *SHORT],
+                     0, marks=pytest.mark.extended),
+        pytest.param(["verify", HOSTILE, "--problems", "2", *SHORT, "--block-length", "4"], 1,
+                     marks=pytest.mark.extended),
+    ],
+    ids=lambda given: " ".join(given).replace(HOSTILE, "HOSTILE") if isinstance(given, list) else None,
+)  # fmt: skip
+def test_the_text_of_a_stranger_is_escaped_where_it_is_shown(stranger, capsys, arguments, code):
+    before = set(stranger.rglob("*"))
+    assert main(arguments) == code, capsys.readouterr().err
+    captured = capsys.readouterr()
+    for printed in (captured.out, captured.err):
+        assert [line for line in re.split(r"\n|\r|\x1b\[A", printed) if not line.isprintable()] == []
+        assert not re.search(r"^\W*forged", printed, re.MULTILINE)
+    for file in {file for file in stranger.rglob("*") if file.is_file()} - before:
+        if file.suffix in (".csv", ".md", ".html"):
+            text = file.read_text()
+            assert [line for line in text.split("\n") if file.suffix != ".html" and not line.isprintable()] == []
+            assert not re.search(r"(^|,)\"?=", text, re.MULTILINE) or file.suffix != ".csv"
+            assert "<script>x" not in text.replace("\\<script", "") or file.suffix == ".csv"

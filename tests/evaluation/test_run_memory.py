@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card
 from sinklens.evaluation.run_memory import plan_run
+from sinklens.hooks.attention import column_sums
 from sinklens.model.files import find_checkpoint
 
 GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
@@ -130,12 +132,38 @@ def test_a_plan_needs_no_weights(tmp_path, monkeypatch):
     [
         ({"quantization": "3bit"}, SettingError, r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4"),
         ({"batch": 0}, SettingError, r"batch and a prompt of at least 1; got 0"),
+        (
+            {"batch": 99999999999999},
+            SettingError,
+            r"a plan has at most 4,194,304 positions; 99,999,999,999,999 rows of 136 are more",
+        ),
+        ({"batch": 10**30}, SettingError, r"a plan has at most 4,194,304 positions"),
+        (
+            {"prompt_length": 99999999999999},
+            SettingError,
+            r"at most 4,194,304 positions; 1 rows of 100,000,000,000,007 are",
+        ),
         ({"watch": ["hook_patern"]}, HookNameError, r"no hook point is called 'hook_patern'"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(given, error, text):
     with pytest.raises(error, match=text):
         plan_run("tiny-llada", **given, **GIVEN)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_a_few_blocks_of_scores_take_as_much_memory_as_all(monkeypatch, name):
+    monkeypatch.setitem(column_sums.BLOCK_ELEMENTS, "cpu", 1500)
+    given = {"batch": 3, "prompt_length": 60, "gen_length": 8}
+    few = plan_run(name, **given)
+    monkeypatch.setattr(run_memory, "BLOCKS", None)
+    assert plan_run(name, **given) == few
+
+
+def test_a_plan_of_a_long_prompt_is_quick():
+    begun = time.perf_counter()
+    assert plan_run("tiny-llada", prompt_length=1_000_000, gen_length=8, steps=8).step > 10**9
+    assert time.perf_counter() - begun < 20
 
 
 def test_the_command_prints_memory_time_and_cards(capsys, monkeypatch, plan):

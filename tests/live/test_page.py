@@ -249,11 +249,10 @@ def test_a_second_model_and_attention_of_any_step_are_shown(page, browser, plain
     page.go_to(7)
     browser.choose("layer", 2)
     browser.choose("head", 3)
+    label = "Attention of step 7, layer 2, head 3"  # before, what lies below is hidden: no scrolling
+    browser.wait(f"return (document.getElementById('pattern').ariaLabel || '').startsWith('{label}')")
     browser.js("document.getElementById('circuits').scrollIntoView()")
     browser.wait("return document.getElementById('circuits').dataset.shown === '7/2/all'")
-    assert browser.js("return document.getElementById('pattern').ariaLabel").startswith(
-        "Attention of step 7, layer 2, head 3"
-    )
     score = plain.sinks.scores().to_numpy()[0, 7, 2, 3]
     keys = browser.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)")
     assert keys == np.argsort(-score, kind="stable")[:12].tolist()

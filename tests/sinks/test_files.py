@@ -106,6 +106,32 @@ def test_a_damaged_store_is_rejected_with_the_reason(stores, tmp_path, harm, tex
         SinkTrack.open(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"x" * 100, None], ids=["empty", "other", "half"])
+def test_a_chunk_that_cannot_be_read_names_the_store(stores, tmp_path, content):
+    path = shutil.copytree(stores[0]["recorded"], tmp_path / "sinks.zarr")
+    chunk = path / "score/c/0/2/0/0/0"
+    chunk.write_bytes(chunk.read_bytes()[:50] if content is None else content)
+    track = SinkTrack.open(path)
+    track.data["score"].isel(step=0).load()
+    with pytest.raises(TrackError, match=r"a part of .*sinks\.zarr is damaged \(.*\); copy or record it again"):
+        track.scores()
+
+
+FORGED = {
+    "a seed must be an integer; got '\\[\\]'": lambda data: data.assign_attrs(seed="[]"),
+    "a seed must be an integer; got 1.5": lambda data: data.assign_attrs(seed=[1.5, 1]),
+    "unmask_step": lambda data: data.drop_vars("unmask_step"),
+}
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_forged_track_is_rejected(stores, tmp_path, text):
+    data = SinkTrack.open(stores[0]["recorded"]).data.load().drop_encoding()
+    FORGED[text](data).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    with pytest.raises(TrackError, match=f"a.nc is not a complete NetCDF-4 file .*{text}"):
+        SinkTrack.open(tmp_path / "a.nc")
+
+
 def cut_after(kept):
     """Write the first bytes of a NetCDF file."""
     return lambda path, track: path.write_bytes(track.save(path).read_bytes()[:kept])

@@ -24,7 +24,7 @@ function saveFigure(canvas, what) {
 }
 
 // A text in CSV; one that a spreadsheet would run as a formula is quoted as text.
-const csvCell = (text) => { const safe = /^[=+@\t\r]|^-(?![\d.]*$)/.test(text) ? `'${text}` : text; return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe; };
+const csvCell = (text) => { const safe = /^'*\s*[=+\-@＝＋－＠]/.test(text) && !/^[-+]?\d[\d.e+-]*$/.test(text) ? `'${text}` : text; return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe; };
 const csvOf = (rows) => rows.map((row) => row.map((cell) => csvCell(String(cell ?? ""))).join(",")).join("\n") + "\n";
 const saveRows = (rows, what) => saveFile(new Blob([csvOf(rows)], { type: "text/csv" }), nameOfFile(what, "csv"));
 
