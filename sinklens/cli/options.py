@@ -78,6 +78,9 @@ class LoadingOfRun(Device, OfFamily, total=False):
             "they stay as they are)"
         ),
     ]
+    adapter: Annotated[
+        str, Parameter(help="folder or hub name of a LoRA adapter to merge (default: the one beside the weights)")
+    ]
 
 
 @LOADING

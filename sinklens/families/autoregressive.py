@@ -25,6 +25,7 @@ from sinklens.sampling.state import State
 
 GPT2_RENAMES = {r"^(wte|wpe|h|ln_f)\.": r"transformer.\1."}
 GPT2_IGNORED = r"\.attn\.(masked_)?bias$"
+GPT2_DROPPED = ("head_dim", "num_key_value_heads")  # not keys of its class, which would keep them
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ FAMILIES = (
         required={"add_cross_attention": (False,)},
         renames=GPT2_RENAMES,
         ignored=GPT2_IGNORED,
+        dropped=GPT2_DROPPED,
         foreign=r"(denoise_model|embed_tokens)\.",
         own_classes=("GPT2LMHeadModel",),
     ),

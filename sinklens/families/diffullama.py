@@ -22,7 +22,7 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.families.autoregressive import GPT2_IGNORED, GPT2_RENAMES
+from sinklens.families.autoregressive import GPT2_DROPPED, GPT2_IGNORED, GPT2_RENAMES
 from sinklens.families.base import ROTATION, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
@@ -120,6 +120,7 @@ FAMILIES = (
         required={"add_cross_attention": (False,)},
         renames={r"^embed_tokens\.": "transformer.wte.", r"^denoise_model\.": "transformer.", **GPT2_RENAMES},
         ignored=GPT2_IGNORED,
+        dropped=GPT2_DROPPED,
         rows_of="transformer.wte.weight",
         drawn=True,
         unconditional=True,

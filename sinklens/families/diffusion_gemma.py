@@ -246,6 +246,15 @@ def _padded(
     return tokens.masked_fill(after, settings.pad_token_id)
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "moe_intermediate_size", "num_experts", "top_k_experts", "sliding_window", "rms_norm_eps", "layer_types",
+    "final_logit_softcapping", "rope_parameters.full_attention.rope_theta",
+    "rope_parameters.full_attention.rope_type", "rope_parameters.full_attention.partial_rotary_factor",
+    "rope_parameters.sliding_attention.rope_theta",
+)  # fmt: skip
+_OF_LAYERS = ("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim")
+"""Keys that later versions of transformers write for each layer."""
 FAMILIES = (
     Family(
         name="diffusion-gemma",
@@ -257,6 +266,11 @@ FAMILIES = (
         class_attention="encoder-decoder",
         masked=False,
         required={"text_config.use_bidirectional_attention": ("vision", None)},
+        needed=(
+            "canvas_length",
+            *(f"text_config.{key}" for key in _SIZES),
+            *(f"text_config.{key} or text_config.per_layer_config" for key in _OF_LAYERS),
+        ),
         config_settings={"canvas_length": "canvas_length"},
         generation_settings={
             "max_new_tokens": "gen_length",

@@ -35,21 +35,21 @@ CONFIG = {
     "weight_tying": "tie_word_embeddings",
 }
 NEEDED = (
-    "d_model", "n_heads", "n_layers", "mlp_hidden_size or mlp_ratio", "rms_norm_eps", "rope_theta",
-    "max_sequence_length", "embedding_size or vocab_size",
+    "d_model", "n_heads", "n_kv_heads or n_heads", "n_layers", "mlp_hidden_size or mlp_ratio", "rms_norm_eps",
+    "rope_theta", "max_sequence_length", "embedding_size or vocab_size",
 )  # fmt: skip
 LLADA_REQUIRED: Required = {
     "alibi": (False,),
     "rope": (True,),
     "block_type": ("llama",),
-    "block_group_size": (1, None),
+    "block_group_size": (1,),
     "activation_type": ("silu",),
     "layer_norm_type": ("rms",),
     "layer_norm_with_affine": (True,),
     "attention_layer_norm": (False,),
     "input_emb_norm": (False,),
     "include_bias": (False,),
-    "include_qkv_bias": (False, None),
+    "include_qkv_bias": (False,),
     "bias_for_layer_norm": (False, None),
     "multi_query_attention": (None,),
     "rope_full_precision": (True,),
@@ -191,7 +191,13 @@ def llada_moe(config: dict[str, Any]) -> dict[str, Any]:
     code does not read it. A layer has a dense MLP where ``moe_layer_freq`` is 0.
     """
     frequency = config.get("moe_layer_freq", 1)
-    every = frequency if isinstance(frequency, list) else [1] * config["num_hidden_layers"]
+    layers = config["num_hidden_layers"]
+    every = [1] * layers if frequency == 1 else frequency
+    require(
+        isinstance(every, list) and len(every) == layers and all(sparse in (0, 1) for sparse in every),
+        f"moe_layer_freq = {frequency!r} must be 1, or list 0 or 1 for each of {layers} layers",
+        ValueError,
+    )
     return {
         **kept(config),
         "head_dim": config["hidden_size"] // config["num_attention_heads"],
@@ -257,7 +263,7 @@ FAMILIES = (
             "attention_bias": (False,),
             "use_sliding_window": (False,),
             "moe_router_score_function": ("softmax", None),
-            "routed_scaling_factor": (1, None),
+            "routed_scaling_factor": (1,),
             "router_num_group": (None,),
             "router_topk_group": (None,),
         },

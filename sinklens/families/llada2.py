@@ -200,9 +200,11 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
     same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
     same += ["n_group", "topk_group", "routed_scaling_factor"]
     share = config["partial_rotary_factor"]
+    rotated = int(config["head_dim"] * share)
     require(
-        0 < share <= 1,
-        f"partial_rotary_factor = {share} must be a share of the head",
+        config.get("rotary_dim") in (rotated, None),
+        f"rotary_dim = {config.get('rotary_dim')!r}, but partial_rotary_factor = {share} of head_dim = "
+        f"{config['head_dim']} rotates {rotated}",
         ValueError,
     )
     return {
@@ -265,6 +267,7 @@ FAMILIES = (
             "head_dim",
             "vocab_size",
             "rope_theta",
+            "partial_rotary_factor",
             "rms_norm_eps",
             "max_position_embeddings",
             "intermediate_size",

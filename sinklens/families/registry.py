@@ -219,18 +219,20 @@ def identify(
             CheckpointError,
         )
         return Identity(family, None)
-    lengths = (block_length, config.get(family.block_length_key), family.block_length)
+    key = family.block_length_key
+    lengths = (block_length, config.get(key), family.block_length)
     found = next((length for length in lengths if length is not None), None)
     require(
         found is not None,
-        f"{where}: config.json does not give the block length of this {family.name} checkpoint; "
-        f"pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it.",
+        f"{where}: config.json does not give the block length of this {family.name} checkpoint{f' ({key})' * bool(key)}"
+        f"; pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it.",
         CheckpointError,
     )
     try:
         return Identity(family, Blocks(check_length(found), family.blocks_start))
     except SettingError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        source = f"config.json has {key} = {found!r}: " if block_length is None else ""
+        raise CheckpointError(f"{where}: {source}{error}") from error
 
 
 def family_of(
@@ -295,8 +297,8 @@ def named_family(config: dict[str, Any], where: str) -> Family:
     )
     known_types = list(dict.fromkeys(one for family in FAMILIES.values() for one in family.model_types))
     raise CheckpointError(
-        f"{where}: model_type {kind!r} is not a known family.{needs_code} Known: {', '.join(known_types)}."
-        f"{nearest(str(kind), known_types)} Add a family with sinklens.families.register."
+        f"{where}: model_type {kind!r:.100} is not a known family.{needs_code} Known: {', '.join(known_types)}."
+        f"{nearest(str(kind), known_types)} Correct config.json, or add a family with sinklens.families.register."
     )
 
 

@@ -5,29 +5,48 @@ names it. Keys that neither the record nor transformers knows (training settings
 forward pass and are dropped.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families.base import Family
 from sinklens.hooks.attention import normalizers as weighing
+from sinklens.utils.progress import transformers_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-POSITIVE = {"rope_theta": 500000.0, "rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-5}
+POSITIVE = {
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-5, "final_logit_softcapping": 30.0,
+    "routed_scaling_factor": 2.5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 """Keys that must be numbers above 0, and an example of each."""
+OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta")
+"""Keys that must be numbers of at least 0, or null."""
+SHARES = ("partial_rotary_factor",)
+"""Keys that must be numbers above 0, at most 1."""
+REPEATED = ("num_hidden_layers", "n_layers", "n_blocks", "n_layer", "num_experts", "num_experts_per_tok")
 COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group",
-    "topk_group", "d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "max_sequence_length",
-    "embedding_size", "expert_intermediate_size", "dense_intermediate_size", "hidden_dim", "cond_dim", "n_blocks",
-    "model_length", "timestep_cond_dim", "max_seq_len", "n_embd", "n_layer", "n_head", "n_positions", "n_inner",
-    "tokens", "model.hidden_size", "model.cond_dim", "model.n_blocks", "model.n_heads", "model.length",
+    *REPEATED, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "moe_intermediate_size", "decoder_sparse_step", "n_group",
+    "topk_group", "d_model", "n_heads", "n_kv_heads", "mlp_hidden_size", "max_sequence_length", "embedding_size",
+    "expert_intermediate_size", "dense_intermediate_size", "hidden_dim", "cond_dim", "model_length", "length",
+    "timestep_cond_dim", "max_seq_len", "n_embd", "n_head", "n_positions", "n_inner", "tokens", "global_head_dim",
+    "num_global_key_value_heads", "top_k_experts", "sliding_window", "mlp_ratio", "block_size", "bd_size",
+    "canvas_length", "original_max_position_embeddings",
 )  # fmt: skip
 """Keys that must be whole numbers above 0, or null."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SHAPING = (
+    *COUNTS, *SHARES, *TOKENS, *OPTIONAL, *POSITIVE, "dtype", "tie_word_embeddings", "weight_tying",
+    "attention_bias", "mlp_bias", "use_qkv_bias", "layer_types", "moe_layer_freq", "mlp_only_layers",
+    "first_k_dense_replace", "attn_pdrop", "embd_pdrop", "resid_pdrop", "num_shared_experts", "hidden_act",
+    "hidden_activation", "activation_function", "rope_type", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""Keys on which names and shapes of weights depend, or whether a model can be built."""
+UNBUILDABLE = (AttributeError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers' classes raise for values that they do not expect."""
 
 
 def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
@@ -55,13 +74,15 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
         CheckpointError,
     )
     try:
-        made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
+        with transformers_output():
+            made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
     except CheckpointError:
         raise
-    except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (StrictDataclassError, *UNBUILDABLE) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{where}: config.json does not describe a {family.architecture} model: {reason}"
+            f"{where}: config.json does not describe a {family.architecture} model: {reason.rstrip('.')}. "
+            f"{shape_of(config, family)}"
         ) from error
     made.is_causal = None if family.class_attention else family.causal
     _check_defaults(config, made, family, where)
@@ -187,24 +208,67 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
         f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.",
         CheckpointError,
     )
-    for key, usual in POSITIVE.items():
-        number = config.get(key, usual)
-        require(
-            isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf,
-            f"{where}: config.json has {key} = {number!r}; it must be a number above 0, such as {usual}.",
-            CheckpointError,
-        )
-    for key in COUNTS:
-        count = value_at(config, key)
-        require(
-            count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 1),
-            f"{where}: config.json has {key} = {count!r}; it must be a whole number above 0.",
-            CheckpointError,
-        )
+    _check_numbers(config, where)
     if family.convert is not None:
         return family.convert(config)
     dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "return_dict")
     return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
+
+
+def _number(value: Any, most: float = 1e30) -> bool:
+    return type(value) in (int, float) and 0 < value <= most
+
+
+def _whole(value: Any, most: float = 1e8) -> bool:
+    return value is None or (type(value) is int and _number(value, most))
+
+
+WHOLE = "a whole number above 0"
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{key: (_number, f"a number above 0, such as {usual}") for key, usual in POSITIVE.items()},
+    **dict.fromkeys(OPTIONAL, (lambda value: value in (None, 0) or _number(value), "a number of at least 0, or null")),
+    **dict.fromkeys(SHARES, (lambda value: value is None or _number(value, 1.0), "a share, above 0 and at most 1")),
+    **dict.fromkeys(COUNTS, (_whole, f"{WHOLE}, at most 100,000,000")),
+    **dict.fromkeys(REPEATED, (lambda value: _whole(value, 2e3), f"{WHOLE}, at most 2,000")),
+    **dict.fromkeys(TOKENS, (lambda value: type(value) in (int, type(None)), "the id of a token")),
+    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: isinstance(value, str | None), "the name of a type")),
+    "sliding_window": (lambda value: value is False or _whole(value), WHOLE),
+    "eos_token_id": (
+        lambda value: all(type(one) in (int, type(None)) for one in (value if isinstance(value, list) else [value])),
+        "the id of a token, or a list",
+    ),
+}
+"""Key of config.json -> which values it may have, and what they are. Far above the sizes of published models."""
+
+
+def _check_numbers(config: dict[str, Any], where: str) -> None:
+    """Check the type and range of each value in all parts of a config; more would take hours, or all memory."""
+    for key, path, value in _entries(config):
+        allowed, kind = RULES.get(key, (lambda _: True, ""))
+        small = kind.partition(", at most")[0] if not _number(value) else kind
+        require(
+            allowed(value), f"{where}: config.json has {path} = {value!r:.200}; it must be {small}.", CheckpointError
+        )
+
+
+def _entries(config: dict[str, Any], at: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Key, path and value of each entry of a config and its parts."""
+    for key, value in config.items():
+        if isinstance(value, dict) and key not in RULES:
+            yield from _entries(value, f"{at}{key}.")
+        else:
+            yield key, at + key, value
+
+
+def shape_of(config: dict[str, Any], family: Family) -> str:
+    """What config.json says of the names and shapes of weights, as the end of a message."""
+    from transformers import CONFIG_MAPPING
+
+    said = (f"{path} = {value!r:.60}" for key, path, value in _entries(config) if key in SHAPING)
+    optional = (key for keys in family.needed for key in keys.split(" or "))
+    known = (key for key in SHAPING if key == "head_dim" or hasattr(CONFIG_MAPPING[family.architecture], key))
+    lacking = [key for key in (optional if family.convert is not None else known) if not has_key(config, key)]
+    return f"config.json has {', '.join(said)}{', and lacks ' * bool(lacking)}{', '.join(lacking)}."
 
 
 def has_key(config: Any, key: str) -> bool:

@@ -40,7 +40,11 @@ def _name(given: str | Path) -> str:
 
 
 def _loading(given: str | Path, options: Mapping[str, Any]) -> str:
-    name = str(Path(given).absolute()) if Path(given).is_dir() else str(given)
-    usual = arguments(load)
-    chosen = [f"{key}={value!r}" for key, value in options.items() if value != usual[key].default]
-    return f"sinklens.load({', '.join([ascii(name), *chosen])})"
+    usual, named = arguments(load), {"adapter": _found(options["adapter"])} if options.get("adapter") else {}
+    chosen = [f"{key}={value!r}" for key, value in {**options, **named}.items() if value != usual[key].default]
+    return f"sinklens.load({', '.join([ascii(_found(given)), *chosen])})"
+
+
+def _found(given: str | Path) -> str:
+    """The name as given; a folder from the root, for scripts that run elsewhere."""
+    return str(Path(given).absolute()) if Path(given).is_dir() else str(given)

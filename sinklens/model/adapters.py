@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from sinklens.errors import CheckpointError, SinklensError, require
 from sinklens.families import Family
@@ -147,7 +148,28 @@ def read_lora(place: Path, family: Family, weights: Weights, empty: "PreTrainedM
         new = rename(f"{path}.weight", family.renames)
         found[new] = _product(path, parts, *located(new), bool(kind), config, empty, place)
     _check_complete(config, {path for path, _ in factors}, saved, weights, family, place)
+    _check_tied(config, found, empty, place)
     return found
+
+
+def _check_tied(config: dict[str, Any], found: Mapping[str, Change], empty: "PreTrainedModel", place: Path) -> None:
+    """Check that the adapter says which value each of the weights gets that the model ties to each other.
+
+    A product changes one of them, as in peft. A weight that was trained in full does so in some classes only: in
+    LLaDA's, the head reads the trained embedding.
+    """
+    tied = empty.all_tied_weights_keys
+    saved = {one.name for change in found.values() if isinstance(change.value, Tensor) for one in change.places}
+    adapted = {one.name for change in found.values() for one in change.places}
+    for target, source in tied.items():
+        pair = {target, source}
+        require(
+            not pair & adapted or (pair & saved in (set(), pair) and not config.get("ensure_weight_tying")),
+            f"{place} adapts {' and '.join(sorted(pair & adapted))}, which config.json ties to another weight, and "
+            f"does not say whether that one changes too. Merge the adapter with peft, and save the model with both "
+            f"weights (tie_word_embeddings: false).",
+            CheckpointError,
+        )
 
 
 def _config(place: Path) -> dict[str, Any]:
@@ -161,6 +183,8 @@ def _config(place: Path) -> dict[str, Any]:
             for pattern, value in (config.get(patterns) or {}).items():
                 re.compile(pattern)
                 read_as(kind, pattern, value)
+        for key in ("use_rslora", "ensure_weight_tying"):
+            read_as(bool | None, key, config.get(key))
         for key in ("target_modules", "exclude_modules", "modules_to_save"):
             _named(read_as(str | list, key, config.get(key) or []), "")
     except (SinklensError, AttributeError, re.error) as error:
@@ -194,7 +218,7 @@ def _product(
     found = {letter: tuple(value.shape) for letter, value in parts.items()}
     require(
         len(wanted) == 2 and found == {"A": (rank, wanted[-1]), "B": (wanted[0], rank)},
-        f"{place}: the factors of {path} have the shapes {found}; rank {rank} and the model need A "
+        f"{place / ADAPTER_WEIGHTS}: the factors of {path} have the shapes {found}; rank {rank} and the model need A "
         f"{(rank, wanted[-1])} and B {(wanted[0], rank)}.",
         CheckpointError,
     )
@@ -246,11 +270,17 @@ def _check_complete(
 
 @torch.no_grad()
 def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[str, str], place: Path) -> None:
-    """Change the weights of a model as an adapter says, in float32 or wider.
+    """Change the weights of a model as an adapter says, in float32 or wider; adapted weights are no longer tied.
 
     Raises:
-        CheckpointError: a weight is shared with another one or stays on disk.
+        CheckpointError: a weight stays on disk.
     """
+    adapted = {one.name for change in changes.values() for one in change.places}
+    for target, source in tied.items():
+        if adapted & {target, source}:
+            module, _, name = target.rpartition(".")
+            setattr(hf.get_submodule(module), name, Parameter(hf.get_parameter(source).clone()))
+            hf.config.get_text_config().tie_word_embeddings = False
     for places, value, scale, turned in changes.values():
         if isinstance(value, LowRank):
             device = hf.get_parameter_or_buffer(places[0].name).device
@@ -261,12 +291,6 @@ def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[st
             pieces = value.split([one.shape[0] for one in places])
         for one, piece in zip(places, pieces, strict=True):
             weight = hf.get_parameter_or_buffer(one.name)
-            require(
-                one.name not in tied and one.name not in tied.values(),
-                f"{place} adapts {one.name}, which config.json ties to another weight. Merge the adapter with peft, "
-                f"and save the model with both weights (tie_word_embeddings: false).",
-                CheckpointError,
-            )
             require(
                 not weight.is_meta,
                 f"{place} adapts {one.name}, which device_map= leaves on another device's storage; load the "

@@ -11,8 +11,8 @@ Silent failure that is refused: transformers' own `generate` decodes any model f
 trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, re
 from sinklens.families import FAMILIES, Family, identify, translate
 from sinklens.families.registry import family_of
 from sinklens.families.samplers import read_settings
-from sinklens.families.translation import check_required, one_spelling, value_at
+from sinklens.families.translation import UNBUILDABLE, check_required, one_spelling, shape_of, value_at
 from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write
@@ -34,11 +34,16 @@ from sinklens.model.adapters import has_adapter, merge, read_adapter, read_lora
 from sinklens.model.packing import joined_shape, stored_places
 from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
 from sinklens.utils.arguments import Count, check_arguments, read_as
-from sinklens.utils.documents import read_json
+from sinklens.utils.documents import parse_json, read_json, read_text
+from sinklens.utils.progress import transformers_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
 TokenId = Annotated[int, Ge(0)]
 
 
@@ -136,11 +141,11 @@ def build_empty(
     import transformers
 
     try:
-        with torch.device(device):
+        with torch.device(device), transformers_output():
             return getattr(transformers, model_class).from_config(
                 config, attn_implementation="sdpa", **({} if dtype is None else {"dtype": dtype})
             )
-    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except UNBUILDABLE as error:
         raise CheckpointError(
             f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
         ) from error
@@ -164,13 +169,22 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     rows, size = weights.shapes.get(family.rows_of, (0,))[0], raw.get("vocab_size")
     padded = {"vocab_size": rows} if isinstance(size, int) and rows > size else {}  # config.json may name fewer tokens
     config = translate(raw | padded, family, str(folder))
-    empty = build_empty(config, family.model_class)
-    expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
-    tied = dict(empty.all_tied_weights_keys)
     packed = quantization.published(raw, family, str(folder))
-    if packed is None:
-        stored = {name: joined_shape(places) for name, places in stored_places(expected, family.fused).items()}
-        files.check_weights(weights, stored, set(tied), str(folder))
+    try:
+        layers = config.get_text_config().num_hidden_layers
+        require(
+            layers <= len(weights.shapes),
+            f"{folder}: the files hold {len(weights.shapes)} weights, too few for {layers} layers.",
+            CheckpointError,
+        )
+        empty = build_empty(config, family.model_class)
+        expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+        tied = dict(empty.all_tied_weights_keys)
+        if packed is None:
+            stored = {name: joined_shape(places) for name, places in stored_places(expected, family.fused).items()}
+            files.check_weights(weights, stored, set(tied), str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {shape_of(raw, family)}") from error
     place = _adapter_folder(folder, request.adapter)
     lora = None if place is None else read_lora(place, family, weights, empty)
     adapter = read_adapter(folder, family, weights, empty)
@@ -196,8 +210,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     if device_map is None and (quantized or device.type != "cpu"):
         device_map = {"": device}
     read_to = partial(read, folder, family, config, dtype=dtype, device_map=device_map, attention=attention.NAME)
-    stored_twice = bool(set(tied) & set(weights.shapes))
-    with _output(bars=weights.parameters >= SMALL, warnings=not (stored_twice or quantized)):
+    with transformers_output(bars=weights.parameters >= SMALL):
         hf = quantization.read_quantized(read_to, config, packed, request.quantization) if quantized else read_to()
     _tie(hf, tied, weights, str(folder))
     if lora is not None and place is not None:
@@ -353,7 +366,7 @@ def _with_mask(raw: dict[str, Any], mask: int | None, family: Family, where: str
         f"{where}: {family.name} models have no mask token; leave mask_token_id= out.",
         CheckpointError,
     )
-    return raw | {"mask_token_id": mask}
+    return raw | {"mask_token_id": mask, "mask_id": mask}
 
 
 def _mask_token(
@@ -362,10 +375,17 @@ def _mask_token(
     """The mask token: the config's, else the tokenizer's, else the family's; None for models without one."""
     if family.causal or not family.masked:
         return None
-    named = (raw.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
+    listed = [raw[key] for key in ("mask_token_id", "mask_id") if raw.get(key) is not None]
+    require(
+        not listed or listed.count(listed[0]) == len(listed),
+        f"{name}: config.json has mask_token_id = {listed[0] if listed else None!r}, but mask_id = "
+        f"{listed[-1] if listed else None!r}; pass mask_token_id=, as the model card says.",
+        CheckpointError,
+    )
+    own = (getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
     last = vocabulary - 1 if family.mask_is_last else None
-    mask = next((token for token in (*named, last) if token is not None), None)
-    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
+    mask = next((token for token in (*listed, *own, last) if token is not None), None)
+    if type(mask) is not int or not 0 <= mask < vocabulary:
         raise CheckpointError(
             f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "
             f"pass mask_token_id=, set it in config.json, or pass a tokenizer that has a mask token."
@@ -434,26 +454,6 @@ def from_pretrained_model(
     return prepare(hf, tokenizer, family, raw, name, defaults=defaults, blocks=blocks)
 
 
-@contextmanager
-def _output(bars: bool, warnings: bool) -> Iterator[None]:
-    """Whether transformers shows progress bars and logs warnings; afterwards the user's settings are restored.
-
-    `_tie` reports and repairs tied weights that differ.
-    """
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    hook = logging.set_tqdm_hook(None)
-    logging.set_tqdm_hook(hook if bars else lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
-    if not warnings:
-        logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.set_tqdm_hook(hook)
-
-
 def _device(device: str | torch.device | int | None) -> torch.device:
     """The requested device; by default a GPU if there is one, else the CPU."""
     try:
@@ -484,17 +484,24 @@ def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
+        if (settings := folder / "tokenizer_config.json").is_file():
+            parse_json(read_text(settings), settings, python=True)  # its model_max_length may have 31 digits
         if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        if (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
-            return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
-        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
+            found = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        elif (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
+            found = AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
+        else:
+            found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
+        found("a"), found.convert_tokens_to_ids("")  # settings of another type fail here
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = " ".join(str(error).split())
+        names = sorted({file.name for file in folder.iterdir()} & set(TOKENIZER_FILES))
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}). One of its files may be "
-            f"incomplete: download them again, or pass another tokenizer as sinklens.load(..., tokenizer=...)."
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason:.300}). One of its files "
+            f"({', '.join(names)}) may be incomplete: download them again, or pass another tokenizer as "
+            f"sinklens.load(..., tokenizer=...)."
         ) from error
+    return found
 
 
 def _end_tokens(
@@ -516,8 +523,12 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
+    from transformers import GenerationConfig
+
     generation = read_json(file)
     try:
+        with transformers_output():
+            GenerationConfig.from_dict(generation)  # as transformers does, once the weights are read
         ends = generation.get("eos_token_id")
         tokens = [("eos_token_id", token) for token in (ends if isinstance(ends, list) else [ends])]
         for key, token in [*tokens, *((key, generation.get(key)) for key in ("bos_token_id", "pad_token_id"))]:
@@ -525,8 +536,8 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
         listed = read_as(dict, "sinklens", generation.get("sinklens") or {})
         found = _generation_defaults(generation, family) | listed
         return read_settings(family.sampler, found)
-    except SettingError as error:
-        raise CheckpointError(f"{file} has no valid settings: {error}") from error
+    except (SettingError, *UNBUILDABLE) as error:
+        raise CheckpointError(f"{file} has no valid settings: {error!s:.300}") from error
 
 
 def _generation_defaults(generation: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def check_library(config: Any, where: str) -> None:
     older = kind is None and {"load_in_8bit", "load_in_4bit"} & set(found)  # before transformers named the method
     require(
         kind == LIBRARY or older,
-        f"{where}: weights quantized by quant_method {kind!r} are not supported; known is {LIBRARY}. Load the "
-        f"full-precision checkpoint, with quantization= if it is too large.",
+        f"{where}: weights quantized by quant_method {kind!r} are not supported; known is {LIBRARY}. Correct "
+        f"config.json, or load the full-precision checkpoint, with quantization= if it is too large.",
         CheckpointError,
     )
 

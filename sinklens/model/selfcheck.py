@@ -33,6 +33,7 @@ from sinklens.hooks.front import HookPair
 from sinklens.hooks.tree import HookTree
 
 TOKENS = 6
+LONGEST = 4096  # with blocks that are longer, a pass of two would need more memory than the model
 EDITED = 2  # tokens of the passes with edits, whose rows are many: two keys suffice to hide one
 TIME = 0.5
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
@@ -48,7 +49,7 @@ def check(tree: HookTree, causal: bool) -> None:
         SelfCheckError: a check failed; the message gives the measured value.
     """
     blocks = rule_of(tree.hf.config)
-    tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
+    tokens = TOKENS if blocks is None else min(max(TOKENS, blocks.length + 2), LONGEST)  # more than one block
     run: Run = partial(_canvas_logits if tree.architecture.encoder else _logits, tree)
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
     with torch.no_grad():

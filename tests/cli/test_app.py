@@ -250,7 +250,7 @@ def test_help_names_the_default_of_every_option(command):
         assert stated or option.required or option.field_info.default not in (None, (), option.field_info.empty), option
 
 
-LOADING = {"--dtype", "--device", "--device-map", "--revision", "--family", "--block-length"}
+LOADING = {"--dtype", "--device", "--device-map", "--revision", "--family", "--block-length", "--adapter"}
 RUN = {"--seed", "--chat", "--cache"}
 
 

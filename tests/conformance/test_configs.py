@@ -86,7 +86,7 @@ QWEN25 = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 2
 MINI = {
     "num_hidden_layers": 20, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
     "intermediate_size": 5120, "moe_intermediate_size": 512, "num_experts": 256, "n_group": 8, "topk_group": 4,
-    "vocab_size": 157184, "num_experts_per_tok": 8,
+    "vocab_size": 157184, "num_experts_per_tok": 8, "rotary_dim": 64,
 }  # fmt: skip
 NEMOTRON = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34, "num_attention_heads": 32,
@@ -199,6 +199,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gidd", {"rope_theta": 5.0}, {}, "has rope_theta = 5.0; the gidd family can express only 10000"),
     ("gidd", {"p_uniform": 1.5}, {}, "p_uniform = 1.5 and t_eps = .* must be shares"),
     ("mdlm", {"n_heads": -3}, {}, "has n_heads = -3; it must be a whole number above 0"),
+    ("mdlm", {"n_heads": 5}, {}, "does not divide into 5 heads .*n_heads = 5"),
+    ("mdlm", {"n_blocks": 1500}, {}, "hold [0-9]+ weights, too few for 1500 layers.* n_blocks = 1500"),
+    ("mdlm", {"n_blocks": 2}, {}, "weights have no place in the model .*config.json has .*n_blocks = 2"),
+    ("mdlm", {"cond_dim": 19}, {}, "the config requires .*config.json has .*cond_dim = 19"),
+    ("bd3lm-owt", {"block_size": 10**12}, {}, "block_size = 1000000000000; it must be .*at most 100,000,000"),
+    ("bd3lm-owt", {"block_size": "x"}, {}, "config.json has block_size = 'x': block_length must be an integer"),
+    ("diffusion-gemma", {"canvas_length": 0}, {}, "canvas_length = 0; it must be a whole number above 0"),
+    ("llada-gqa", {"embedding_size": 7}, {}, r"Padding_idx must be within num_embeddings.* embedding_size = 7"),
+    ("nemotron-diffusion", {"mask_id": 3}, {}, "mask_token_id = 100, but mask_id = 3; pass mask_token_id="),
+    ("nemotron-diffusion", {"rope_parameters": {"rope_type": "yarn", "factor": 0, "rope_theta": 1e6,
+      "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}}, {}, "factor = 0; it must be a number"),
+    ("nemotron-diffusion", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "mscale": "x",
+      "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}}, {}, "rope_scaling.mscale = 'x'; it must"),
+    ("nemotron-diffusion", {"mask_token_id": True}, {}, "no usable mask token .found True"),
     ("bd3lm-owt", {"cross_attn": False}, {}, "has cross_attn = False; the bd3lm-owt family can express only True"),
     ("bd3lm-owt", {"block_size": None}, {}, "does not give the block length"),
     ("gidd", {"p_uniform": None}, {}, "lacks p_uniform, which the gidd family needs"),
@@ -247,6 +261,30 @@ def test_a_config_that_means_another_network_is_refused(conformance, tmp_path, n
         sinklens.load(folder, **given)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, r"text_config\.num_hidden_layers = 1000000000000; it must be a whole number"),
+        ({"head_dim": -8}, r"text_config\.head_dim = -8; it must be a whole number above 0"),
+        ({"global_head_dim": None}, r"lacks text_config\.global_head_dim"),
+        ({"final_logit_softcapping": None}, r"lacks text_config\.final_logit_softcapping"),
+        ({"final_logit_softcapping": "x"}, r"text_config\.final_logit_softcapping = 'x'; it must be a number above 0"),
+        ({"rms_norm_eps": -1.0}, r"text_config\.rms_norm_eps = -1\.0; it must be a number above 0"),
+        ({"rope_parameters": {}}, r"lacks text_config\.rope_parameters\.full_attention\.rope_theta"),
+        ({"top_k_experts": 0}, r"text_config\.top_k_experts = 0; it must be a whole number above 0"),
+        ({"hidden_activation": "x"}, r"KeyError: 'x'"),
+        ({"dtype": "x"}, r"does not describe a diffusion_gemma model: .*text_config\.dtype = 'x'"),
+        ({"dtype": ["x"]}, r"text_config\.dtype = \['x'\]; it must be the name of a type"),
+    ],
+    ids=str,
+)
+def test_the_parts_of_a_config_are_checked_too(conformance, changes, message):
+    raw, family = open_folder(conformance / "diffusion-gemma").config(), family_named("diffusion-gemma")
+    raw["text_config"] |= changes
+    with pytest.raises(CheckpointError, match=message):
+        build_empty(translate(raw, family, "here"), family.model_class)
+
+
 def test_what_the_config_leaves_open_the_caller_says(conformance, tmp_path):
     names = ("bd3lm", "sdar", "open-dcoder", "sdar-moe")
     bd3lm, sdar, dcoder, moe = (open_folder(conformance / name).write(tmp_path / name) for name in names)
@@ -258,6 +296,8 @@ def test_what_the_config_leaves_open_the_caller_says(conformance, tmp_path):
     with pytest.raises(SettingError, match="block_length must be an integer of at least 1 or None; got 0"):
         sinklens.load(sdar, block_length=0)
     assert sinklens.load(change_config(moe, mask_token_id=289, block_size=8)).block_length == 8
+    assert sinklens.load(change_config(moe, mask_token_id=None, mask_id=288)).mask_token_id == 288
+    assert sinklens.load(moe, mask_token_id=287).mask_token_id == 287
     change_config(sdar, block_size=8)
     eight, four = sinklens.load(sdar), sinklens.load(sdar, block_length=4)
     assert (eight.block_length, four.block_length) == (8, 4)

@@ -294,6 +294,19 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         _write("generation_config.json", "{"),
         r"generation_config\.json is not valid JSON",
     ),
+    **{
+        f"generation config {given}": (
+            _write("generation_config.json", given),
+            rf"generation_config\.json has no valid settings: .*{named}",
+        )
+        for given, named in (
+            ('{"max_new_tokens": -1}', "max_new_tokens"),
+            ('{"max_new_tokens": "x"}', "'str' and 'int'"),
+            ('{"cache_implementation": 5}', "cache_implementation"),
+            ('{"compile_config": 5}', "compile_config"),
+            ('{"watermarking_config": {"a": 1}}', "argument 'a'"),
+        )
+    },
     "generation config not an object": (
         _write("generation_config.json", "[]"),
         r"generation_config\.json contains a JSON list",
@@ -301,8 +314,8 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{
         f"tokenizer {number}": (
             _spoil_tokenizer(*spoiled),
-            r"the tokenizer in .*llada cannot be read \(.*incomplete: download them again, or pass another tokenizer "
-            r"as sinklens\.load\(\.\.\., tokenizer=",
+            r"the tokenizer in .*llada cannot be read \(.*\)\. One of its files \(.*tokenizer_config\.json\) may be "
+            r"incomplete: download them again, or pass another tokenizer as sinklens\.load\(\.\.\., tokenizer=",
         )
         for number, spoiled in enumerate(
             (
@@ -312,6 +325,9 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
                 ("tokenizer_config.json", 100),
                 ("tokenizer.json", "{}"),
                 ("tokenizer.json", '{"added_tokens": [], "model": {"type": "x"}}'),
+                ("tokenizer_config.json", '{"model_max_length": "x"}'),
+                ("tokenizer_config.json", '{"unk_token": ""}'),
+                ("tokenizer_config.json", '{"added_tokens_decoder": {"a": 5}}'),
             )
         )
     },

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from building import random_hf
 from layouts import ARCHITECTURES, SETTINGS, causal, public_config
+from transformers.utils import logging
 
 from sinklens.errors import CheckpointError
 from sinklens.families import FAMILIES, family_named, translate
@@ -136,7 +137,7 @@ def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, e
         ("qwen3", {"rope_theta": None}, r"rope_theta = None; it must be a number above 0, such as 500000\.0"),
         ("llada2", {"topk_group": 4}, r"num_experts_per_tok = 3 of num_experts = 6 in topk_group = 4 of n_group = 3"),
         ("rnd1", {"num_experts_per_tok": 7}, r"num_experts_per_tok = 7 of num_experts = 6 .* which is impossible"),
-        ("llada2", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5 must be a share of the head"),
+        ("llada2", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5; it must be a share, above 0"),
         (
             "llada",
             {"rope_theta": "x"},
@@ -160,13 +161,45 @@ def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, e
         (
             "llada",
             {"weight_tying": "no"},
-            r"does not describe a llama model: .*'tie_word_embeddings'.*got str",
+            r"does not describe a llama model: .*'tie_word_embeddings'.*got str.* weight_tying = 'no'",
+        ),
+        ("llada", {"n_heads": 5}, r"config\.json has d_model = 24, n_heads = 5, "),
+        ("llama", {"hidden_size": 25}, r"config\.json has .*hidden_size = 25, .*num_attention_heads = 6"),
+        ("llada", {"n_layers": 10**12}, r"n_layers = 1000000000000; it must be a whole number above 0, at most 2,000"),
+        ("rnd1", {"num_experts": 10**12}, r"num_experts = 1000000000000; it must be a whole number .*at most 2,000"),
+        ("dream", {"vocab_size": 10**12}, r"vocab_size = 1000000000000; .*at most 100,000,000"),
+        ("dream", {"hidden_size": {}}, r"hidden_size = {}; it must be a whole number above 0\."),
+        ("dream", {"rms_norm_eps": 1e300}, r"rms_norm_eps = 1e\+300; it must be a number above 0"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step = 0; it must be a whole number above 0"),
+        ("llada2", {"partial_rotary_factor": None}, r"lacks partial_rotary_factor, which the llada2 family needs"),
+        ("llada2", {"rotary_dim": 4}, r"rotary_dim = 4, but partial_rotary_factor = 0\.5 of head_dim = 4 rotates 2"),
+        ("llada", {"include_qkv_bias": None}, r"include_qkv_bias = None; the llada family can express only False"),
+        ("llada", {"block_group_size": None}, r"block_group_size = None; the llada family can express only 1"),
+        ("llada", {"eos_token_id": "</s>"}, r"eos_token_id = '</s>'; it must be the id of a token"),
+        (
+            "dream",
+            {"pad_token_id": 10**12},
+            r"cannot build a qwen2 model from this config: AssertionError: Padding_idx",
         ),
     ],
 )
 def test_sizes_that_make_no_valid_model_are_rejected(family, changes, message):
     with pytest.raises(CheckpointError, match=message):
         build_empty(_translated(_config(family, **changes)))
+
+
+def test_an_unusual_rotation_of_a_published_model_prints_nothing(capfd):
+    """Nemotron's base model has a factor below 1, of which transformers warns whatever a user does."""
+    config = _config("nemotron-diffusion")
+    config["rope_parameters"] = config["rope_parameters"] | {"factor": 0.25}
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()
+    try:
+        build_empty(_translated(config, "nemotron-diffusion"))
+        assert logging.get_verbosity() == logging.WARNING
+    finally:
+        logging.set_verbosity(before)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_default_of_transformers_that_the_family_cannot_express_is_rejected_too(families):

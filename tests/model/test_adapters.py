@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from building import random_hf, random_ids
-from layouts import ARCHITECTURES, arguments, write_family
+from layouts import ARCHITECTURES, arguments, change_config, write_family, write_tokenizer
 from safetensors.torch import load_file, save_file
 from stored.runs import open_folder
 from torch import Tensor
 
 import sinklens
+from sinklens.cli import main
 from sinklens.errors import CheckpointError
+from sinklens.live.loading import lab_models
 
 RANK, ALPHA = 3, 5
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "the-base", "use_dora": False}
@@ -79,7 +82,7 @@ def llada(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-@pytest.mark.parametrize("name", ["diffugpt"])
+@pytest.mark.parametrize("name", ["diffugpt", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"])
 def test_an_adapter_of_a_network_of_its_own_is_the_checkpoint_with_it_in_its_weights(name, conformance, tmp_path):
     reference = open_folder(conformance / name)
     base, given = reference.write(tmp_path / "base"), {"family": reference.family}
@@ -141,6 +144,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str | None], str]] = [
     ({"some_new_option": 3}, {}, "some_new_option = 3"),
     ({"r": 0}, {}, "no complete adapter of peft"),
     ({"r": "3"}, {}, "no complete adapter of peft"),
+    ({"use_rslora": "yes"}, {}, "no complete adapter of peft .*use_rslora"),
     ({"target_modules": "("}, {}, "no complete adapter of peft"),
     ({"target_modules": 3}, {}, "no complete adapter of peft"),
     ({"r": 4}, {}, "rank 4 and the model need A"),
@@ -191,8 +195,70 @@ def test_an_adapter_is_refused_where_it_cannot_be_merged(llada, tmp_path):
         sinklens.load(llada, quantization="bnb-int8")
     write_family(tied := tmp_path / "tied", "llada", tie_word_embeddings=True)
     _write_adapter(tied, load_file(tied / "model.safetensors"), modules_to_save=["wte"])
-    with pytest.raises(CheckpointError, match=r"which config\.json ties to another weight"):
+    with pytest.raises(CheckpointError, match=r"which config\.json ties to another weight, and does not say whether"):
         sinklens.load(tied)
+
+
+TIED = {
+    "llada": ("wte", "model.transformer.ff_out"),
+    "dream": ("embed_tokens", "lm_head"),
+    "llama": ("embed_tokens", "lm_head"),
+}
+
+
+TIED_CASES = [(family, adapted) for family in TIED for adapted in ("projections", "embedding", "head")]
+
+
+@pytest.mark.parametrize(("family", "adapted"), [*TIED_CASES, ("dream", "both in full"), ("llama", "both in full")])
+def test_an_adapter_of_a_tied_weight_changes_the_one_that_it_names(family, adapted, tmp_path):
+    """peft adds a product to the lookups of the embedding or to the head, and leaves the other one as it is."""
+    embedding, head = TIED[family]
+    write_family(base := tmp_path / "base", family, tie_word_embeddings=True)
+    weights = load_file(base / "model.safetensors")
+    merged = _write_adapter(place := tmp_path / "adapter", weights)
+    tensors, config = (
+        load_file(place / "adapter_model.safetensors"),
+        json.loads((place / "adapter_config.json").read_text()),
+    )
+    table = next(name for name in weights if name.endswith(f"{embedding}.weight"))
+    merged[f"{head}.weight"] = merged[table].clone()
+    a, b = torch.randn(RANK, len(weights[table])) / 5, torch.randn(weights[table].shape[1], RANK) / 5
+    at = f"base_model.model.{table.removesuffix('.weight')}"
+    if adapted == "embedding":
+        tensors |= {f"{at}.lora_embedding_A": a, f"{at}.lora_embedding_B": b}
+        merged[table] = merged[table] + ALPHA / RANK * (b @ a).mT
+    if adapted == "head":
+        tensors |= {f"base_model.model.{head}.lora_A.weight": b.mT, f"base_model.model.{head}.lora_B.weight": a.mT}
+        merged[f"{head}.weight"] = merged[f"{head}.weight"] + ALPHA / RANK * (b @ a).mT
+    if adapted == "both in full":
+        merged |= {table: merged[table] * 2, f"{head}.weight": merged[table] * 3}
+        tensors |= {f"base_model.model.{name}": merged[name] for name in (table, f"{head}.weight")}
+        config["modules_to_save"] = [embedding, head.rpartition(".")[2]]
+    config["target_modules"] += {"embedding": [embedding], "head": [head]}.get(adapted, [])
+    save_file({name: value.contiguous() for name, value in tensors.items()}, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    untied = change_config(
+        _copy(base, tmp_path / "merged", merged),
+        **{"weight_tying" if family == "llada" else "tie_word_embeddings": False},
+    )
+    model, wanted, ids = sinklens.load(base, adapter=place), sinklens.load(untied), random_ids()
+    torch.testing.assert_close(model(ids), wanted(ids), rtol=1e-4, atol=1e-4)
+    assert (model.tree.W_E.data_ptr() == model.tree.W_U.data_ptr()) is (adapted == "projections")
+
+
+def test_the_command_line_and_the_lab_take_an_adapter(llada, tmp_path, monkeypatch):
+    _write_adapter(tmp_path / "adapter", load_file(llada / "model.safetensors"))
+    write_tokenizer(llada)
+    monkeypatch.chdir(tmp_path)
+    wanted, place = sinklens.load(llada, adapter="adapter").fingerprint, str(tmp_path / "adapter")
+    (entry,) = lab_models([llada], adapter="adapter")
+    assert entry.model.fingerprint == wanted
+    assert entry.loading == f"sinklens.load({str(llada)!r}, adapter={place!r})"
+    command = ["trace", str(llada), "--prompt", "w5 w6", "--gen-length", "4", "--adapter", "adapter", "--out", "out"]
+    assert main(command) == 0
+    run = sinklens.generate(entry.model, "w5 w6", gen_length=4, record_sinks=True, progress=False)
+    found, wanted = (track.scores().to_numpy() for track in (sinklens.SinkTrack.open("out/sinks.nc"), run.sinks))
+    np.testing.assert_allclose(found, wanted, atol=1e-3)
 
 
 def test_a_model_in_memory_with_an_adapter_of_peft_is_refused():
