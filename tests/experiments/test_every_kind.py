@@ -187,11 +187,9 @@ def jumps(run, case):
 
 
 def undone(run, case):
-    jump, source = Jump(1.0, case.step, case.layer, case.head, pads(run) + 1, pads(run) + case.key), None
-    if "ids" in case.traits:
-        source = of_step(run, case.step).row(0).ids[0].clone()
-        source[1] = 77  # the canvas of the step before may be the same
-    return [jump_undone(run, jump, letter=letter, source=source) for letter in "qk"]
+    step = case.step + ("ids" in case.traits)  # a step of random models may change nothing on the canvas
+    jump = Jump(1.0, step, case.layer, case.head, pads(run) + 1, pads(run) + case.key)
+    return [jump_undone(run, jump, letter=letter) for letter in "qk"]
 
 
 def writers(run, case):
@@ -200,9 +198,7 @@ def writers(run, case):
 
 
 def readers(run, case):
-    last = run.model.cfg.n_layers - 1
-    given = {"key": pads(run) + case.key, "readers": {"last": ["logits"], "mlp": [f"{last}_mlp_in"]}}
-    table = read_attribution(run, case.step, case.layer, case.head, **given)
+    table = read_attribution(run, case.step, case.layer, case.head, key=pads(run) + case.key)
     return table["kl"].to_numpy() * 100
 
 
