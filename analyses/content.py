@@ -176,7 +176,7 @@ class Content(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
-        from sinklens.views.effects import interval_panels
+        from sinklens.analyses.figures import interval_panels
 
         table = interval_table(measured, ["cost"], self.seed)
         costs = interval_panels(table, MEASURES, along="part", by="change", series=CHANGES, panel="kind", names=PARTS)

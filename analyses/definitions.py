@@ -142,7 +142,7 @@ class Definitions(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost with 1 key per head, a row per model and a panel per reach."""
-        from sinklens.views.effects import interval_panels
+        from sinklens.analyses.figures import interval_panels
 
         one = {name: data[["cost"]].sel(top_k=1, drop=True) for name, data in measured.items()}
         table = interval_table(one, ["cost"], self.seed)

@@ -97,7 +97,8 @@ class Existence(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``histogram`` and ``thresholds``, with one panel per unit."""
-        from sinklens.views.charts import curves, score_histogram
+        from sinklens.analyses.figures import score_histogram
+        from sinklens.views.charts import curves
         from sinklens.views.figures import panels
 
         histogram, axes = panels(len(UNITS))

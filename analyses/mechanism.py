@@ -146,7 +146,7 @@ class Mechanism(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``confidence`` and ``steps``: part 1, overall and by step; ``costs``: part 2, by number of keys and model."""
-        from sinklens.views.effects import interval_panels
+        from sinklens.analyses.figures import interval_panels
 
         tables = self.tables(measured)
         by_step = {f"{name}_step": CONFIDENCE[name] for name in list(CONFIDENCE)[:2]}

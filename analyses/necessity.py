@@ -180,7 +180,7 @@ class Necessity(Study):
         """``costs``: word problems lost and KL, a row of panels per model; ``thresholds``: word problems lost by ε;
         ``curve``: word problems lost against attention removed.
         """
-        from sinklens.views.effects import interval_panels
+        from sinklens.analyses.figures import interval_panels
 
         costs = interval_table(measured, ["cost", "kl"], self.seed)
         shares = interval_table(measured, ["share"], self.seed).set_index(["model", "part"])["estimate"]

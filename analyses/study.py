@@ -31,6 +31,7 @@ import xarray as xr
 from torch import Tensor
 
 from sinklens.analyses.estimates.scales import Scale
+from sinklens.analyses.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units
@@ -43,7 +44,6 @@ from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.sampling.settings import Settings
-from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.arguments import Count, Seed, check_arguments

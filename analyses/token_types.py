@@ -85,7 +85,8 @@ class TokenTypes(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``tokens``: the head of Table 2, a panel per model; ``enrichment``: kinds and states, matched."""
-        from sinklens.views.charts import interval_dots, nothing_to_show
+        from sinklens.analyses.figures import nothing_to_show
+        from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels
 
         tables = self.tables(measured)

@@ -10,30 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import UNITS, colours, plain, short
+from sinklens.sinks.labels import colours, plain, short
 from sinklens.views.figures import panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-
-def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
-    """Histogram of scores (the paper's Figs. 3 and 9), one line per model, with a logarithmic vertical axis.
-
-    Args:
-        edges: bin edges, one more than each of `shares`.
-        shares: model name -> share of positions per bin.
-        unit: unit of the scores.
-    """
-    ax = axes_or_new(ax)
-    for (name, of_model), colour in zip(shares.items(), colours(len(shares)), strict=True):
-        ax.stairs(of_model, edges, label=short(name), color=colour)
-    ax.legend(fontsize="small")
-    ax.set(xlabel=f"{UNITS[unit]}; last bin: all above", ylabel="share of positions", yscale="log")
-    ax.set_title(f"unit: {unit}")
-    return ax
 
 
 def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
@@ -86,13 +69,6 @@ def _errors(rows: "DataFrame") -> np.ndarray:
     """Lengths of the intervals below and above the estimates; 0 where there is no interval."""
     low, estimate, high = (rows[name].to_numpy(dtype=float) for name in ("low", "estimate", "high"))
     return np.clip(np.nan_to_num(np.stack([estimate - low, high - estimate])), 0, None)
-
-
-def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
-    """An empty panel that says why it is empty."""
-    ax.set(xticks=[], yticks=[], title=short(name))
-    ax.text(0.5, 0.5, plain(why), ha="center", va="center", wrap=True, transform=ax.transAxes)
-    return ax
 
 
 PICKS = {

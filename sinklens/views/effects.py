@@ -1,25 +1,17 @@
-"""Figures of effects: maps of numbers, panels of estimates, and who wrote an attention score.
+"""Figures of effects: maps of numbers, and who wrote an attention score."""
 
-Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in charts.py. Functions
-for several models return a complete figure with a row of panels per model.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short, wrapped
-from sinklens.views.charts import curves, interval_dots, nothing_to_show
-from sinklens.views.figures import panels
+from sinklens.sinks.labels import colours, plain, wrapped
 
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 WRITER_KINDS = ("embed", "head", "mlp", "bias", "rest")
 SHOWN = 12  # writers with their own bar
@@ -60,57 +52,6 @@ def effect_map(
     if label:
         ax.figure.colorbar(image, ax=ax).set_label(wrapped(label, 40), fontsize="small")
     return ax
-
-
-def interval_panels(
-    table: "DataFrame",
-    labels: Mapping[str, str],
-    *,
-    along: str,
-    by: str,
-    series: Mapping[Any, str],
-    panel: str | None = None,
-    names: Mapping[Any, str] | None = None,
-    xlabel: str = "",
-) -> "Figure":
-    """Estimates with intervals: a row of panels per model, a panel per measure, a color per value of the column `by`.
-
-    With `names`, every value of `along` is a line of dots, and the panels of a column share their scale. Without, the
-    values of `along` are numbers and the estimates are curves over them.
-
-    Args:
-        table: rows with ``measure``; those of other measures than `labels` are left out, and so are those in which
-            `along` is NaN.
-        labels: what each measure is, by name.
-        series: names of the values of `by`.
-        panel: a column with a panel for each of its values.
-        names: names of the values of `along`; those without one are shown verbatim.
-        xlabel: what the numbers of `along` are.
-    """
-    table = table[table["measure"].isin(list(labels)) & table[along].notna()]
-    split = ["model", "measure", *([] if panel is None else [panel])]
-    if table.empty:
-        figure, axes = panels(1)
-        nothing_to_show(axes[0], xlabel or along, "not known for these keys and models")
-        return figure
-    groups, columns = list(table.groupby(split, sort=False)), len(table[split[1:]].drop_duplicates())
-    figure, axes = panels(len(groups), columns=columns, size=(5.2, 3.0))
-    for number, (((model, measure, *value), rows), ax) in enumerate(zip(groups, axes, strict=True)):
-        rows, label = rows.assign(model=[series[name] for name in rows[by]]), wrapped(labels[measure], 40)
-        if names is None:
-            curves(rows.sort_values(along), along, ax)
-            ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-            ax.set(xlabel=xlabel, ylabel=label)
-        else:
-            if number >= columns:
-                ax.sharex(axes[number % columns])
-            interval_dots(rows, along, ax, names=names, line=0.0)
-            ax.set_xlabel(label)
-        ax.legend().remove()
-        ax.set_title(": ".join([short(model), *map(str, value)]))
-    handles, shown = axes[0].get_legend_handles_labels()
-    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize="small")
-    return figure
 
 
 def writer_bars(

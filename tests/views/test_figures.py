@@ -23,7 +23,6 @@ from sinklens.views import (
     sink_path,
     stillest_head,
 )
-from sinklens.views.charts import nothing_to_show, score_histogram
 
 
 @pytest.fixture
@@ -190,15 +189,11 @@ def test_dots_are_at_the_estimates_and_bars_span_the_intervals():
         assert interval_dots(interval_lines().head(0), "measure").get_yticklabels() == []
 
 
-def test_curves_and_histograms_show_the_table():
+def test_curves_show_the_table():
     table = interval_lines().query("model == 'a'").assign(epsilon=[1.0, 2.0])
     ax = curves(table, "epsilon")
     assert ax.get_lines()[0].get_xdata().tolist() == [1.0, 2.0]
     assert ax.get_lines()[0].get_ydata().tolist() == [0.2, 0.4]
-    ax = score_histogram(np.array([0, 1, 2.0]), {"m": np.array([0.25, 0.75])}, "sum")
-    assert ax.patches[0].get_data().values.tolist() == [0.25, 0.75]
-    assert "uniform = 1" in ax.get_xlabel()
-    assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
 
 
 @pytest.mark.usefixtures("unchecked")

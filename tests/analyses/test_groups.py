@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 
+from sinklens.analyses.groups import sharing, template_groups
 from sinklens.errors import SinklensError
 from sinklens.tasks import held_out
-from sinklens.tasks.groups import sharing, template_groups
 from sinklens.tasks.prompts import read_groups
 from sinklens.tasks.word_problems import stream, template_of
 
