@@ -80,6 +80,7 @@ class LayerSums:
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
+        self._kind: tuple[object, ...] = ()  # of those that wait
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
@@ -87,8 +88,10 @@ class LayerSums:
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
-        if self._waiting and layer.kind != next(iter(self._waiting.values())).kind:
+        kind = layer.kind
+        if self._waiting and kind != self._kind:
             self._compute()
+        self._kind = kind
         self._waiting[point], self._passes[point] = layer, point.forward_pass
         if len(self._waiting) >= layer.together:
             self._compute()
