@@ -22,9 +22,9 @@ token is therefore the one that decoding from left to right would have chosen, a
 after each position of the block, and ``denoise.hook_accepted_length`` how many of them are taken. The checkpoint's
 adapter, if it has one, acts on the block of draft steps only.
 
-The hub page's file has had two drafts: this is the one of the page's present file, whose draft steps go on until the
-block is full, whatever end tokens they propose. Its first file drafted in one step and failed where no proposal reached
-its threshold.
+Public copies of the published file draft in two ways, and none says which is newer. This follows the one whose draft
+steps go on until the block is full, whatever end tokens they propose. The other drafts in one step and fails where no
+proposal is above its threshold.
 
 Pitfall: a run may decide up to ``block_length - 1`` positions after the answer. They are part of ``run.tokens``, not of
 the answer.
