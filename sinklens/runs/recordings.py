@@ -198,7 +198,7 @@ def read_canvases(path: str | Path) -> list[RecordedCanvases]:
 
 
 def from_history(
-    history: Sequence[Int[Tensor, "batch pos"]],
+    history: Sequence[Int[Tensor, "batch _"]],
     prompts: Sequence[Sequence[int]],
     mask_id: int,
     *,
@@ -217,6 +217,7 @@ def from_history(
     ==========================================  =========  ============
 
     Canvases that grow by blocks, as those of BD3LMSampler, get undecided positions up to the length of the last one.
+    Padding that completes the prompts' first block is found by the prompts.
 
     Args:
         history: the canvases.
@@ -241,11 +242,16 @@ def from_history(
     canvases = torch.stack(
         [pad(one.detach().cpu().long(), (0, widths[-1] - one.shape[1]), value=mask_id) for one in history], dim=1
     )
-    longest = max(len(prompt) for prompt in prompts)
-    generated, found = canvases.shape[2] - longest, []
+    end = longest = max(map(len, prompts))
+    if padding_side == "left":
+        first, grows = canvases[:, 0].tolist(), has_start and widths[0] < widths[-1]
+        ends = [*([widths[0]] if grows else ()), *range(longest, widths[-1])]  # a block of padding may come first
+        rows = [(row, list(prompt)) for row, prompt in zip(first, prompts, strict=True)]
+        end = next((at for at in ends if all(row[at - len(ids) : at] == ids for row, ids in rows)), longest)
+    found = []
     for row, prompt in zip(canvases, prompts, strict=True):
-        begin = longest - len(prompt) if padding_side == "left" else 0
-        canvas = row[:, begin : begin + len(prompt) + generated]
+        begin = end - len(prompt) if padding_side == "left" else 0
+        canvas = row[:, begin : begin + len(prompt) + widths[-1] - end]
         if not has_start:
             first = canvas[:1].clone()
             first[:, len(prompt) :] = mask_id
@@ -290,6 +296,10 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
         return {"sampler": recorded.sampler, **recorded.settings, **given}
     names = find_sampler(sampler_name(model.family_record, given)).setting_names()
     shape = {"gen_length": recorded.gen_length, "steps": recorded.steps, "block_length": recorded.gen_length}
+    if model.family_record.block_causal:  # blocks are the model's, and their passes are those of the recorded run
+        length = model.checkpoint.blocks.length
+        positions = -(-recorded.gen_length // length) * length
+        shape |= {"steps": positions, "block_length": length, "stop": False}
     return {name: value for name, value in shape.items() if name in names} | dict(given)
 
 

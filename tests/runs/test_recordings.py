@@ -129,6 +129,27 @@ def test_a_history_that_grows_by_blocks_is_that_of_full_canvases(worded):
         assert torch.equal(one.undecided, row.undecided)
 
 
+@pytest.mark.parametrize("filler", [0, 5])
+@pytest.mark.parametrize(("prompts", "length"), [([[5, 6, 7], [8, 9, 10, 11, 12]], 7), ([[5, 5], [5]], 8)])
+def test_the_history_of_bd3lm_is_replayed_without_its_padding(prompts, length, filler, conformance):
+    """Its padding completes the first block; without settings, a replay has the passes of the recorded blocks."""
+    model = sinklens.load(conformance / "bd3lm", block_length=4, mask_token_id=309)
+    given = {"steps": 3, "temperature": 1.0, "stop": False, "record_sinks": False}
+    run = sinklens.generate(model, prompts, gen_length=length, sampler="bd3lm", **given)
+    canvas, end = run.canvas.clone(), run.prompt_length
+    for row, prompt in zip(canvas, prompts, strict=True):
+        row[:, : end - len(prompt)] = filler
+    begun = [step for step in range(run.steps_run + 1) if (canvas[:, step, end : end + 4] != model.mask_token_id).all()]
+    grown = [canvas[:, 0, :end]]
+    grown += [canvas[:, step, : end + 4 if step <= begun[0] else None] for step in range(1, run.steps_run + 1)]
+    for row, (one, prompt) in enumerate(
+        zip(from_history(grown, prompts, model.mask_token_id, has_start=True), prompts, strict=True)
+    ):
+        assert torch.equal(one.canvas, canvas[row, :, end - len(prompt) :])
+        again = replay(model, one, sampler="bd3lm", record_sinks=False, progress=False)
+        assert torch.equal(again.canvas[0, :, again.prompt_length - len(prompt) :], one.canvas)
+
+
 def test_what_is_no_recorded_run_is_refused_with_its_line(worded, tmp_path):
     model = worded()
     recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
