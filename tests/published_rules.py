@@ -52,7 +52,13 @@ class Oracle(NamedTuple):
 # --- distributions ----------------------------------------------------------------------------------------------
 
 
+PRECISION = [torch.float64]
+"""The dtype of the published code's tensors, where its rounding is compared too; otherwise nothing is rounded."""
+
+
 def softmax(logits: Sequence[float]) -> list[float]:
+    if PRECISION[0] != torch.float64:
+        return torch.tensor([logits], dtype=PRECISION[0]).softmax(-1)[0].tolist()
     best = max(logits)
     weights = [math.exp(value - best) for value in logits]
     return [weight / sum(weights) for weight in weights]
@@ -69,6 +75,11 @@ def keep_nucleus(logits: Sequence[float], top_p: float | None) -> list[float]:
     """The likeliest tokens, up to and with the one whose cumulated probability is the first above `top_p`."""
     if top_p is None or top_p >= 1:
         return list(logits)
+    if PRECISION[0] != torch.float64:
+        ordered, order = torch.tensor([logits], dtype=PRECISION[0]).sort(descending=True)
+        beyond = [False, *(ordered.softmax(-1).cumsum(-1) > top_p)[0].tolist()]
+        lowered = {int(token) for token, far in zip(order[0], beyond, strict=False) if far}
+        return [-math.inf if token in lowered else value for token, value in enumerate(logits)]
     probs, before, kept = softmax(logits), 0.0, [-math.inf] * len(logits)
     for token in sorted(range(len(logits)), key=lambda token: -logits[token]):
         if before <= top_p:
@@ -246,12 +257,13 @@ def without(logits: Sequence[float], tokens: Sequence[int]) -> list[float]:
     return [-math.inf if token in tokens else value for token, value in enumerate(logits)]
 
 
-def dream_score(alg: str, probs: Sequence[float], token: int, inside: Callable[[float], float]) -> float:
+def dream_score(alg: str, probs: Sequence[float], token: int, inside: Callable[[Tensor], Tensor]) -> float:
+    row = torch.tensor([probs], dtype=PRECISION[0])
     if alg == "topk_margin":
-        first, second = sorted(probs, reverse=True)[:2]
-        return first - second
+        ordered = row.sort(descending=True).values
+        return (ordered[:, 0] - ordered[:, 1]).item()
     if alg == "entropy":
-        return sum(prob * inside(prob) for prob in probs)
+        return (row * torch.log(inside(row))).sum(-1).item()
     return probs[token]
 
 
@@ -289,7 +301,7 @@ def dream(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
             chosen = [place for place, u in zip(places, noise.single(len(places)), strict=True) if u < share]
         else:
             scores = [
-                dream_score(given["alg"], row, token, lambda prob: math.log(prob + 1e-10))
+                dream_score(given["alg"], row, token, lambda probs: probs + 1e-10)
                 for row, token in zip(rows, tokens, strict=True)
             ]
             if given["tokens_per_step"]:
@@ -325,7 +337,7 @@ def dream_blocks(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             rows = [distribution(logits[place], given, top_p_first=True) for place in places]
             tokens = drawn(rows, given, noise)
             scores = [
-                dream_score(given["alg"], row, token, lambda prob: math.log(prob + 1e-10))
+                dream_score(given["alg"], row, token, lambda probs: probs + 1e-10)
                 for row, token in zip(rows, tokens, strict=True)
             ]
             if step == 0:
@@ -381,7 +393,7 @@ def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> I
         rows = [distribution(logits[place], given, top_p_first=True) for place in places]
         tokens = dict(zip(places, drawn(rows, given, noise), strict=True))
         scores = [
-            dream_score(given["alg"], row, token, lambda prob: math.log(max(prob, 1e-10)))
+            dream_score(given["alg"], row, token, lambda probs: probs.clamp_min(1e-10))
             for row, token in zip(rows, tokens.values(), strict=True)
         ]
         if given["alg"] == "p2":

@@ -26,13 +26,13 @@ from sinklens.families.autoregressive import GPT2_DROPPED, GPT2_IGNORED, GPT2_RE
 from sinklens.families.base import ROTATION, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
-from sinklens.sampling.parts import Steps
+from sinklens.sampling.parts import ByConfidence, Steps
 from sinklens.sampling.psi import answer
 from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
-class DiffuLlamaSettings(Steps):
+class DiffuLlamaSettings(ByConfidence, Steps):
     """DiffuLLaMA's samplers (Gong et al., 2410.17891, and its reference code).
 
     Attributes:
@@ -70,8 +70,8 @@ class DiffuLlamaSettings(Steps):
         canvas, undecided = state.step_canvas, state.undecided_before()
         where = competing & undecided.any(dim=1, keepdim=True) if self.order == "confidence" else undecided
         where = where & state.computed()
-        logits = decisions.truncate(state.logits(canvas, where), Truncation(self.temperature, self.top_p))
-        probs = logits.softmax(dim=-1, dtype=torch.float64)
+        logits = self.cast(state, state.logits(canvas, where))
+        probs = self.softmax(decisions.truncate(logits, Truncation(self.temperature, self.top_p)))
         numbers = state.uniform(where, 2, torch.float64)
         drawn = decisions.categorical_candidates(probs, None if self.greedy else numbers[:, 0])
         proposed, drawn = state.propose(where, drawn, canvas)
@@ -79,7 +79,7 @@ class DiffuLlamaSettings(Steps):
         if self.order == "confidence":
             kept = confidence < self._cutoff(confidence, where, competing, left)
         else:
-            kept = torch.ones_like(confidence).masked_scatter(where, numbers[:, 1]) >= 1 / (left + 1)
+            kept = numbers.new_ones(where.shape).masked_scatter(where, numbers[:, 1]) >= 1 / (left + 1)
         state.commit(undecided & where & ~kept, proposed)
 
     def _cutoff(

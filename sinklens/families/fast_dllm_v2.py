@@ -32,14 +32,14 @@ from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, Keys, Policy
-from sinklens.sampling.parts import Nucleus, divisors
+from sinklens.sampling.parts import Drawn, divisors
 from sinklens.sampling.sampler import FILLED_IN
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 
 
 @dataclass(frozen=True)
-class FastDllmV2Settings(Nucleus, Blockwise):
+class FastDllmV2Settings(Drawn, Blockwise):
     """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code).
 
     The last block is always complete, as in the reference, unless only its first position is part of the answer: up to

@@ -155,7 +155,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         probs = clean_probs(logits / self.temperature, state.mask_id)
         uniform = state.uniform(where, 1, probs.dtype)[:, 0]
         proposed, drawn = state.propose(where, decisions.categorical_candidates(probs, uniform), canvas)
-        confidence = state.spread_confidence(where, decisions.probability(probs, drawn))
+        confidence = state.spread_confidence(where, decisions.probability(probs, drawn).double())
         differs = where & (proposed != canvas)
         rivals = confidence.masked_fill(~differs, -torch.inf)
         best = rivals.argmax(dim=1, keepdim=True)

@@ -39,13 +39,13 @@ from sinklens.errors import require
 from sinklens.families.base import Family, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
-from sinklens.sampling.parts import Truncated
+from sinklens.sampling.parts import Drawn, Truncated
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 
 
 @dataclass(frozen=True)
-class Llada2Settings(Truncated, Passes, WholeBlocks):
+class Llada2Settings(Drawn, Truncated, Passes, WholeBlocks):
     """LLaDA2.0's sampler (2512.15745, and the published `generate`).
 
     Blocks are decoded from left to right, each in at most `denoising_steps` passes. A pass accepts all proposals above
@@ -102,7 +102,7 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
 
 
 @dataclass(frozen=True)
-class Llada21Settings(Truncated, WholeBlocks):
+class Llada21Settings(Drawn, Truncated, WholeBlocks):
     """LLaDA2.1's sampler (2602.08676, and the published `generate`), which edits decided tokens.
 
     Every pass proposes a token at each answer position of the current block. Masked positions are decided as in

@@ -24,13 +24,13 @@ from torch import Tensor
 from sinklens.errors import require
 from sinklens.families.base import ROTATION, VERIFIED_WITH_ROUTING, Family, kept, rotation
 from sinklens.sampling import decisions
-from sinklens.sampling.parts import Steps, Truncated
+from sinklens.sampling.parts import ByConfidence, Steps, Truncated
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
 
 
 @dataclass(frozen=True)
-class Rnd1Settings(Truncated, Steps):
+class Rnd1Settings(Truncated, ByConfidence, Steps):
     """RND1's sampler (RadicalNumerics/RND1, rnd/sampling.py).
 
     The published sampler defaults to many more steps than these models need answer tokens; here the default is one step
@@ -77,9 +77,8 @@ class Rnd1Settings(Truncated, Steps):
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
-        logits = state.logits(canvas, where)
-        kept = decisions.truncate(logits, self.truncation)
-        probs = kept.softmax(dim=-1, dtype=torch.float64)
+        logits = self.cast(state, state.logits(canvas, where))
+        probs = self.softmax(decisions.truncate(logits, self.truncation))
         noise = None if self.greedy else state.noise.uniform(where, dtype=torch.float64)
         proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
         certainty = decisions.certainty(probs)

@@ -24,13 +24,13 @@ from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, VERIFIED_WITH_ROUTING, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
-from sinklens.sampling.parts import Proposals, Truncated
+from sinklens.sampling.parts import Drawn, Proposals, Truncated
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Positive, Share
 
 
 @dataclass(frozen=True)
-class SdarSettings(Truncated, Passes, WholeBlocks):
+class SdarSettings(Drawn, Truncated, Passes, WholeBlocks):
     """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
     Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
@@ -83,7 +83,7 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         if self.remasking_strategy == "entropy_bounded":
             return decisions.clamped_negative_entropy(drawn.probs)
         if self.confidence_of == "model":
-            return decisions.probability_by_slices(drawn.logits, drawn.candidates)
+            return self.probability(drawn.logits, drawn.candidates)
         return decisions.probability(drawn.probs, drawn.candidates)
 
     def _chosen(

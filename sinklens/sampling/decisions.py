@@ -5,10 +5,10 @@
 (llada.py, dream.py and others) are loops over these functions with a hook point after each, so an intervention
 can act between any two.
 
-Confidence is computed in float64: in float32, many probabilities of a trained model round to 1, and the last bit would
-decide which of the tied positions comes first. Candidates and confidences are computed only at the masked positions,
-flattened to one axis ``masked``. Random numbers are drawn row by row from each row's generator, so the result for a
-prompt does not depend on the rest of its batch.
+Confidence is computed in float64 by default: in float32, many probabilities of a trained model round to 1, and in
+bfloat16 most have equals. Published scripts mostly use the model's dtype (`confidence_dtype`). Candidates and
+confidences are computed only at the masked positions, flattened to one axis ``masked``. Random numbers are drawn row by
+row from each row's generator, so the result for a prompt does not depend on the rest of its batch.
 """
 
 import hashlib
@@ -182,16 +182,18 @@ def probability(probs: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " 
 
 
 def probability_by_slices(
-    logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+    logits: Float[Tensor, "masked vocab"],
+    candidates: Int[Tensor, " masked"],
+    dtype: torch.dtype | None = torch.float64,
 ) -> Float[Tensor, " masked"]:
-    """Probability of the proposed token, in float64, from logits; bit-identical to softmax followed by `probability`.
+    """Probability of the proposed token from logits; bit-identical to softmax in `dtype` followed by `probability`.
 
     The softmax processes `SLICE` values at a time: with the vocabulary of an 8B model, a float64 copy of a canvas's
     logits would take half a gigabyte.
     """
     rows = max(1, SLICE // logits.shape[-1])
     parts = zip(logits.split(rows), candidates.split(rows), strict=True)
-    return torch.cat([probability(part.softmax(dim=-1, dtype=torch.float64), chosen) for part, chosen in parts])
+    return torch.cat([probability(part.softmax(dim=-1, dtype=dtype), chosen) for part, chosen in parts])
 
 
 def margin(probs: Float[Tensor, "masked vocab"]) -> Float[Tensor, " masked"]:

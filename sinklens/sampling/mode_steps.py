@@ -24,13 +24,14 @@ from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import CachedBlocks
+from sinklens.sampling.parts import ByConfidence
 from sinklens.sampling.state import State
 
 Choose = Callable[[Float[Tensor, "batch pos"], Bool[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
 
 
 @dataclass(frozen=True)
-class BlocksAfterPrompt(CachedBlocks):
+class BlocksAfterPrompt(ByConfidence, CachedBlocks):
     """Blocks that begin where the prompt ends, in a model whose attention changes from pass to pass."""
 
     attention: ClassVar = ("per-pass",)
@@ -52,7 +53,7 @@ class ModeSteps:
     def __init__(
         self, state: State, settings: BlocksAfterPrompt, stop_ids: Sequence[int] = (), causal_context: bool = True
     ) -> None:
-        self._state, self._size, self._causal = state, settings.block_length, causal_context
+        self._state, self._settings, self._causal = state, settings, causal_context
         end = state.prompt_length + settings.gen_length
         if state.canvas.shape[1] != end + settings.spare(state.prompt_length):
             raise SettingError(
@@ -87,7 +88,7 @@ class ModeSteps:
     def kind(self, mode: Mode, block: range, adapted: bool = False) -> PassKind:
         """What a pass that ends with `block` is; for "prefill" the block is the prompt."""
         if not self._causal:
-            start, stop, size = self._state.prompt_length, block.stop, self._size
+            start, stop, size = self._state.prompt_length, block.stop, self._settings.block_length
             return PassKind(mode, (range(start), *(range(at, at + size) for at in range(start, stop, size))), adapted)
         return PassKind(mode, (block,) if mode in ("denoise", "draft") else (), adapted)
 
@@ -153,10 +154,10 @@ class ModeSteps:
             hidden: outputs whose logits predict these tokens, at the True positions of `in_window`.
             by_entropy: the confidence is the negative entropy of the distribution, not the token's probability.
         """
-        logits = self._state.logits_of((hidden,), in_window)
+        logits = self._settings.cast(self._state, self._state.logits_of((hidden,), in_window))
         proposed, candidates = self._state.propose(where, logits.argmax(dim=-1), canvas)
         if by_entropy:
-            confidence = decisions.certainty(logits.softmax(dim=-1, dtype=torch.float64))
+            confidence = decisions.certainty(self._settings.softmax(logits))
         else:
-            confidence = decisions.probability_by_slices(logits, candidates)
+            confidence = self._settings.probability(logits, candidates)
         return proposed, self._state.spread_confidence(where, confidence)

@@ -90,7 +90,38 @@ class StopAtEnd(Sampler):
 
 
 @dataclass(frozen=True)
-class Guided(Sampler):
+class ByConfidence(Sampler):
+    """Proposals that are chosen by their confidence.
+
+    Attributes:
+        confidence_dtype: precision of probabilities and of the confidences that follow from them, which thresholds are
+            compared in: "float64", "float32", or "model", that of the model's logits. Most published scripts use
+            "model"; in bfloat16 it makes many confidences equal.
+    """
+
+    confidence_dtype: Literal["float64", "float32", "model"] = "float64"
+
+    def cast(self, state: State, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
+        """`logits` in the dtype in which they are divided and truncated: float32, or the model's."""
+        return logits.to(state.logits_dtype) if self.confidence_dtype == "model" else logits
+
+    def softmax(self, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
+        """The distribution of `cast` logits, in `confidence_dtype`."""
+        return logits.softmax(dim=-1, dtype=self._dtype)
+
+    def probability(
+        self, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+    ) -> Float[Tensor, " masked"]:
+        """The candidates' probabilities in the distribution of `cast` logits."""
+        return decisions.probability_by_slices(logits, candidates, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return None if self.confidence_dtype == "model" else getattr(torch, self.confidence_dtype)
+
+
+@dataclass(frozen=True)
+class Guided(ByConfidence):
     """Tokens drawn by Gumbel noise under classifier-free guidance; the most confident, or random ones, are kept.
 
     Attributes:
@@ -111,7 +142,7 @@ class Guided(Sampler):
         noise = torch.empty_like(logits, dtype=torch.float64) if self.temperature > 0 else None
         candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
         if self.remasking != "random":
-            decisions.probability_by_slices(logits, candidates)
+            self.probability(logits, candidates)
 
     def propose(
         self,
@@ -127,7 +158,7 @@ class Guided(Sampler):
         candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
         proposed, candidates = state.propose(where, candidates, canvas)
         if self.remasking == "random":
-            confidence = state.noise.uniform(where, dtype=torch.float32)
+            confidence = state.noise.uniform(where, dtype=torch.float32).double()
         else:
             confidence = self.confidence(state, logits, candidates)
         return proposed, state.spread_confidence(where, confidence)
@@ -136,7 +167,7 @@ class Guided(Sampler):
         self, state: State, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
     ) -> Float[Tensor, " masked"]:
         """The confidence of proposed tokens: their probability."""
-        return decisions.probability_by_slices(logits, candidates)
+        return self.probability(self.cast(state, logits), candidates)
 
 
 class Proposals(NamedTuple):
@@ -144,7 +175,7 @@ class Proposals(NamedTuple):
 
     Attributes:
         logits: before temperature and truncation.
-        probs: the distribution that the tokens were drawn from, in float64.
+        probs: the distribution that the tokens were drawn from, in the sampler's `confidence_dtype`.
         candidates: the tokens.
         canvas: the step's canvas with the tokens.
     """
@@ -185,40 +216,6 @@ class Nucleus(Sampler):
         """How many of the most likely tokens are kept; None for all."""
         return None
 
-    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
-        self._rehearsed(logits)
-
-    def _rehearsed(self, logits: Float[Tensor, "masked vocab"]) -> tuple[Tensor, Tensor]:
-        """Probabilities and tokens, as `draw` computes them."""
-        probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
-        noise = logits.new_empty(len(logits), dtype=torch.float64) if self.temperature > 0 else None
-        return probs, decisions.categorical_candidates(probs, noise)
-
-    def draw(
-        self,
-        state: State,
-        canvas: Int[Tensor, "batch pos"],
-        where: Bool[Tensor, "batch pos"],
-        greedy: Bool[Tensor, "batch pos"] | None = None,
-    ) -> Proposals:
-        """Draw a token at every True of `where`; at temperature 0 the most likely one.
-
-        It passes ``denoise.hook_logits``, then ``denoise.hook_candidates``.
-
-        Args:
-            greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
-        """
-        logits = state.logits(canvas, where)
-        probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
-        noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
-        drawn = decisions.categorical_candidates(probs, noise)
-        if greedy is not None and self.temperature > 0:
-            best = greedy[where]
-            probs[best] = logits[best].softmax(dim=-1, dtype=torch.float64)
-            drawn[best] = logits[best].argmax(dim=-1)
-        proposed, candidates = state.propose(where, drawn, canvas)
-        return Proposals(logits, probs, candidates, proposed)
-
 
 @dataclass(frozen=True)
 class Truncated(Nucleus):
@@ -236,7 +233,46 @@ class Truncated(Nucleus):
 
 
 @dataclass(frozen=True)
-class DreamRule(Truncated, Steps):
+class Drawn(Nucleus, ByConfidence):
+    """Proposals drawn from a truncated distribution."""
+
+    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
+        self._rehearsed(logits)
+
+    def _rehearsed(self, logits: Float[Tensor, "masked vocab"]) -> tuple[Tensor, Tensor]:
+        """Probabilities and tokens, as `draw` computes them."""
+        probs = self.softmax(decisions.truncate(logits, self.truncation))
+        noise = logits.new_empty(len(logits), dtype=torch.float64) if self.temperature > 0 else None
+        return probs, decisions.categorical_candidates(probs, noise)
+
+    def draw(
+        self,
+        state: State,
+        canvas: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        greedy: Bool[Tensor, "batch pos"] | None = None,
+    ) -> Proposals:
+        """Draw a token at every True of `where`; at temperature 0 the most likely one.
+
+        It passes ``denoise.hook_logits``, then ``denoise.hook_candidates``.
+
+        Args:
+            greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
+        """
+        logits = self.cast(state, state.logits(canvas, where))
+        probs = self.softmax(decisions.truncate(logits, self.truncation))
+        noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
+        drawn = decisions.categorical_candidates(probs, noise)
+        if greedy is not None:
+            best = greedy[where]
+            probs[best] = self.softmax(logits[best])
+            drawn[best] = logits[best].argmax(dim=-1)
+        proposed, candidates = state.propose(where, drawn, canvas)
+        return Proposals(logits, probs, candidates, proposed)
+
+
+@dataclass(frozen=True)
+class DreamRule(Drawn, Truncated, Steps):
     """What Dream's samplers share: a confidence that orders commits, and a time that falls from 1 to `eps`.
 
     Attributes:

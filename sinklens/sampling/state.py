@@ -45,6 +45,7 @@ class State:
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
         tied: how many positions the last step chose among equals in each row, see `commit`.
+        logits_dtype: dtype of the last step's logits as the model computed them.
         active: rows that the current step works on. The others have finished their block, their canvas or their answer
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
@@ -72,6 +73,7 @@ class State:
     steps_done: int = 0
     kind: PassKind | None = None
     tied: Int[Tensor, " batch"] = field(init=False)
+    logits_dtype: torch.dtype = torch.float32
     step_canvas: Int[Tensor, "batch pos"] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -312,8 +314,11 @@ class State:
         """
         point = self.tree.denoise.hook_logits
         if point.watched or self.tree.head_awaited:
-            return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
-        return self.checked(_guided([self.tree.head(part[where]) for part in parts], cfg_scale).float())
+            logits = point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where]
+        else:
+            logits = _guided([self.tree.head(part[where]) for part in parts], cfg_scale)
+        self.logits_dtype = logits.dtype
+        return self.checked(logits.float())
 
     def checked(self, logits: Float[Tensor, "*positions vocab"]) -> Float[Tensor, "*positions vocab"]:
         """`logits`, unless they hold NaN, which no sampler can decide by.
@@ -391,7 +396,7 @@ class State:
         point = self.tree.denoise.hook_confidence
         if not point.watched:
             return
-        shown = _spread(where, confidence())
+        shown = _spread(where, confidence().double())
         if not torch.equal(point(shown.clone()), shown):
             raise ReadOnlyHookError(
                 f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
@@ -400,8 +405,8 @@ class State:
 
 
 def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
-    everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
-    return everywhere.masked_scatter(where, values.double())
+    everywhere = torch.full(where.shape, -torch.inf, dtype=values.dtype, device=where.device)
+    return everywhere.masked_scatter(where, values)
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

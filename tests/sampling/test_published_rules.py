@@ -37,9 +37,11 @@ Settings = dict[str, Any]
 
 
 @cache
-def model_of(attention: str, shift: bool, length: int = 0) -> tuple[Model, rules.Oracle]:
+def model_of(
+    attention: str, shift: bool, length: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Model, rules.Oracle]:
     """A random model as sinklens prepares it, and an untouched copy for the rules."""
-    hf = random_hf("qwen3", attention == "causal", torch.float64, **SIZES)
+    hf = random_hf("qwen3", attention == "causal", dtype, **SIZES)
     oracle = rules.Oracle(copy.deepcopy(hf), MASK, ENDS)
     oracle.hf.set_attn_implementation("sdpa")
     start = "column" if attention == "block-columns" else "token"
@@ -238,6 +240,77 @@ def test_every_sampler_without_a_noise_level_has_rules():
 def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):
     for case in cases:
         determined(lambda rng, case=case: compare(sampler, case, rng), f"{sampler} {case}")
+
+
+class Replayed(rules.Oracle):
+    """The logits of a run's steps, one after the other, instead of a model's."""
+
+    passes: list[torch.Tensor]
+    shift: bool
+
+    def logits(self, ids, seen=None):
+        rows = self.passes.pop(0)[0].tolist()
+        return [*rows[1:], rows[-1]] if self.shift else rows
+
+
+ROUNDED = [name for name in SAMPLERS if name not in ("diffullama", "rnd1", "autoregressive")]
+"""Samplers whose published code computes confidences by a softmax and can be greedy."""
+
+
+def compare_rounded(sampler: str, case: int, rng: random.Random, confidence_dtype: str, monkeypatch) -> bool:
+    """Whether the canvases of logits in bfloat16 equal those of the rules in a dtype, where many confidences do."""
+    draw, rule, attention, shift = SAMPLERS[sampler]
+    given = draw(rng) | {"temperature": 0.0}
+    fixed = {
+        "cfg_scale": 0.0,
+        "factor": None,
+        "by_quota": True,
+        "alg_temp": None,
+        "use_cache": False,
+        "right_shift_logits": False,
+    }
+    given |= {name: value for name, value in fixed.items() if name in given}
+    given |= {"alg": "entropy"} if given.get("alg") == "origin" else {}
+    given |= {"remasking": "low_confidence"} if "remasking" in given else {}
+    given |= {"remasking_strategy": "low_confidence_static"} if given.get("eb_threshold") else {}
+    length = given["block_length"] if attention.startswith("block") else 0
+    model, oracle = model_of(attention, shift, length, torch.bfloat16)
+    generator, passes = torch.Generator().manual_seed(case), list[torch.Tensor]()
+
+    def nearly_sure(value, hook):
+        drawn = torch.randn(value.shape, generator=generator)
+        passes.append(drawn.scatter_add(2, drawn.argmax(2, keepdim=True), drawn[:, :, :1].abs() + 5).to(value))
+        return passes[-1]
+
+    prompt = [rng.randrange(MASK) for _ in range(rng.randint(1, 9))]
+    hooks = [("denoise.hook_logits", nearly_sure)]
+    more = {"confidence_dtype": confidence_dtype, "hooks": hooks, "record_sinks": False, "sampler": sampler}
+    run = sinklens.generate(model, [prompt], **given, **more)
+    dtype = torch.bfloat16 if confidence_dtype == "model" else getattr(torch, confidence_dtype)
+    for name in ("threshold", "editing_threshold"):  # a CPU compares a tensor with a number in the tensor's dtype
+        if given.get(name) is not None:
+            given[name] = torch.tensor(given[name], dtype=dtype).item()
+    monkeypatch.setattr(rules, "PRECISION", [dtype])
+    replayed = Replayed(*oracle)
+    given["lead"] = run.prompt_length - len(prompt)
+    replayed.passes, replayed.shift = [one[:, given["lead"] :] for one in passes], shift
+    canvases = list(rule(replayed, prompt, rules.Noise(torch.Generator()), given))
+    ours = [canvas[given["lead"] :][: len(canvases[-1])] for canvas in run.canvas[0].tolist()]
+    return distinct(ours) == distinct([ours[0], *canvases])
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("sampler", ROUNDED)
+@in_parts
+def test_confidences_in_the_dtype_of_the_published_code_choose_as_it_does(sampler, cases, monkeypatch):
+    for case in cases:
+        chosen = "float32" if case % 4 == 3 else "model"
+        name = f"rounded {sampler} {case}"
+
+        def equal(rng: random.Random, case: int = case, chosen: str = chosen) -> None:
+            assert compare_rounded(sampler, case, rng, chosen, monkeypatch), f"{sampler} {case}"
+
+        determined(equal, name)
 
 
 TIED = [name for name in SAMPLERS if name not in ("llada", "bd3lm", "bd3lm-card", "diffullama", "autoregressive")]
