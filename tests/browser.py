@@ -27,14 +27,14 @@ class Browser:
         driver: selenium's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: str) -> None:
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
 
         browser, driver = find()
         options = webdriver.ChromeOptions()
         options.binary_location = browser
-        for argument in ARGUMENTS:
+        for argument in (*ARGUMENTS, *arguments):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(driver))

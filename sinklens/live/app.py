@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -24,7 +25,7 @@ from sinklens.live.detail import check_index, detail, maps_of_layer, packed
 from sinklens.live.heads import begin_trial
 from sinklens.live.refusal import Refused, require
 from sinklens.live.script import script
-from sinklens.live.security import MOST_BYTES, Guard, Guarded, framing
+from sinklens.live.security import MOST_BYTES, WRONG_TOKEN, Guard, Guarded, framing
 from sinklens.live.session import Session
 from sinklens.utils.documents import parse_json
 from sinklens.utils.versions import version_of
@@ -53,6 +54,7 @@ class LabApp:
         session = self._session
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
+            ("POST", "/", self.enter),
             ("GET", "/static/{name}", self.file),
             ("GET", "/frame", self.frame),
             ("GET", "/api/session", self.describe),
@@ -83,11 +85,19 @@ class LabApp:
         if self._guard.framed and framing(request.headers.get("sec-fetch-dest")):
             return Response(page.framed(self._guard.key), media_type="text/html")
         if "token" in request.query_params:
-            direct = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-            response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
-            response.set_cookie(self._guard.cookie, self._guard.session, httponly=True, samesite="strict")
-            return response
+            return self._entered(request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"))
         return Response(page.document(), media_type="text/html")
+
+    async def enter(self, request: Request) -> Response:
+        """Sets the cookie for the token in a form (`server.entry_form`), and leads to the page."""
+        form = parse_qs((await _content(request, "application/x-www-form-urlencoded")).decode("latin-1"))
+        require(self._guard.accepts(form.get("token", [""])[0]), WRONG_TOKEN, 403)
+        return self._entered(False)
+
+    def _entered(self, direct: bool) -> Response:
+        response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
+        response.set_cookie(self._guard.cookie, self._guard.session, httponly=True, samesite="strict")
+        return response
 
     async def file(self, request: Request) -> Response:
         """A file of the page."""
@@ -280,13 +290,18 @@ def _sentences(handler: Handler) -> Handler:
 
 
 async def _body(request: Request) -> Any:
-    """The JSON of a request.
+    """The JSON of a request; raises Refused if it is not JSON, and as `_content`."""
+    return parse_json(await _content(request, "application/json"), "the request", Refused)
+
+
+async def _content(request: Request, expected: str) -> bytes:
+    """The body of a request.
 
     Raises:
-        Refused: it is too large, too slow, or not JSON.
+        Refused: it is too large, too slow, or not of the media type `expected`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    require(kind == "application/json", "the request must be application/json.", 415)
+    require(kind == expected, f"the request must be {expected}.", 415)
     parts, size = [], 0
     try:
         async with asyncio.timeout(PATIENCE):
@@ -296,7 +311,7 @@ async def _body(request: Request) -> Any:
                 parts.append(part)
     except TimeoutError as error:
         raise Refused(f"the request was not complete after {PATIENCE} s.", 408) from error
-    return parse_json(b"".join(parts), "the request", Refused)
+    return b"".join(parts)
 
 
 def _number(request: Request, name: str) -> int:

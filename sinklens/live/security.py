@@ -40,6 +40,7 @@ MOST_HEAD = 262_144  # bytes of a request's head, with the cookies of all progra
 MOST_REQUESTS = 512  # under way at once
 LINGER = 1.0  # seconds for which the body of a refused request is read
 TOKEN_HEADER = "x-sinklens-token"
+WRONG_TOKEN = "the token is missing or wrong; open the link that the lab printed."
 NAMES = ("127.0.0.1", "localhost")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -108,16 +109,17 @@ class Guard:
         ours = [f"{name}:{self.port}" for name in NAMES]
         require(host in ours, "this address is not the lab's; open the link it printed.", 421)
         origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
-        entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
+        entering = scope["path"] == "/"  # a link from elsewhere may lead here, and the form of a file
+        form = entering and scope["method"] == "POST"  # which has the token in its body (`LabApp.enter`)
         foreign = "requests from pages of other sites are refused."
-        require(origin in (None, f"http://{host}"), foreign, 403)
+        require(form or origin in (None, f"http://{host}"), foreign, 403)
         require(entering or site in (None, "same-origin"), foreign, 403)
         require(
-            scope["method"] in SAFE or origin is not None or header is not None,
+            form or scope["method"] in SAFE or origin is not None or header is not None,
             f"a request that changes something needs an Origin, or the token as {TOKEN_HEADER}.",
             403,
         )
-        require(self._admits(scope, given), "the token is missing or wrong; open the link that the lab printed.", 403)
+        require(form or self._admits(scope, given), WRONG_TOKEN, 403)
 
     def _admits(self, scope: Scope, given: Headers) -> bool:
         """Whether a request has the token, or the key of the file that it asks for."""

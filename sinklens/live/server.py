@@ -62,15 +62,24 @@ def bound(port: int) -> socket.socket:
     return listener
 
 
+def entry_form(url: str, text: str, target: str = "_self") -> str:
+    """A form that opens the link `url`: an address with the token would stay in the browser's history."""
+    address, _, token = url.partition("?token=")
+    return (
+        f'<form method="post" action="{escape(address)}" target="{target}" rel="noreferrer">'
+        f'<input type="hidden" name="token" value="{escape(token)}"><button>{escape(text)}</button></form>'
+    )
+
+
 @contextmanager
 def link_file(url: str) -> Iterator[Path]:
-    """A page that leads to `url` and that only this user can read; it is deleted at the end."""
+    """A page that opens the link `url` and that only this user can read; it is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="sinklens-lab-link-") as folder:  # readable by this user only
         file = Path(folder) / "open.html"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
             opened.write(
                 f'<!doctype html><title>sinklens lab</title><meta name="referrer" content="no-referrer">'
-                f'<meta http-equiv="refresh" content="0; url={escape(url)}"><a href="{escape(url)}">Open the lab</a>'
+                f"{entry_form(url, 'Open the lab')}<script>document.forms[0].submit()</script>"
             )
         yield file
 
@@ -171,7 +180,7 @@ class Lab:
         return (
             f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0" '
             f'allow="clipboard-write"></iframe>'
-            f'<p><a href="{self.url}" target="_blank" rel="noreferrer">Open the lab in a tab</a></p>'
+            f"{entry_form(self.url, 'Open the lab in a tab', '_blank')}"
         )
 
 

@@ -63,7 +63,7 @@ def test_the_lab_works_in_the_frame_of_a_notebook_and_in_a_tab_opened_from_it(br
 
     browser.driver.switch_to.default_content()
     first = browser.driver.current_window_handle
-    browser.driver.find_element(By.PARTIAL_LINK_TEXT, "in a tab").click()
+    browser.driver.find_element(By.XPATH, "//button[contains(., 'in a tab')]").click()
     browser.driver.switch_to.window(browser.new_window([first]))
     try:
         browser.wait("return document.body && document.body.dataset.ready")

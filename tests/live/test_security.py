@@ -3,19 +3,21 @@
 import json
 import re
 import socket
+import sqlite3
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import httpx
 import pytest
+from browser import Browser
 from lab_client import Client
 
 from sinklens.errors import SinklensError
 from sinklens.live import app, connections, security
 from sinklens.live.chips import MOST_CHIPS
 from sinklens.live.security import MOST_BYTES, Guard
-from sinklens.live.server import bound
+from sinklens.live.server import bound, link_file
 from sinklens.live.spec import MOST_CHARACTERS
 from sinklens.live.thread import MOST_RUNS
 
@@ -46,6 +48,7 @@ def origin(lab) -> str:
     return lab.address.rstrip("/")
 
 
+FORM = "application/x-www-form-urlencoded"
 REFUSED = {  # name: (method, path, headers that differ from those of the page, status, text)
     "no token": ("GET", "/api/session", {"Cookie": ""}, 403, "the token is missing or wrong"),
     "a wrong token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "x" * 43}, 403, "missing or wrong"),
@@ -73,6 +76,9 @@ REFUSED = {  # name: (method, path, headers that differ from those of the page, 
     "a change without an origin": ("POST", "/api/runs", {"Origin": None}, 403, "needs an Origin, or the token"),
     "a removal without an origin": ("DELETE", "/api/runs/abc", {"Origin": None}, 403, "needs an Origin"),
     "a form": ("POST", "/api/runs", {"Content-Type": "text/plain"}, 415, "must be application/json"),
+    "a form with a wrong token": ("POST", "/", {"Origin": "null", "Content-Type": FORM}, 403, "missing or wrong"),
+    "a form of JSON": ("POST", "/", {"Origin": "null"}, 415, f"the request must be {FORM}"),
+    "a form to a wrong name": ("POST", "/", {"Host": "evil.example:1", "Content-Type": FORM}, 421, "not the lab's"),
     "a path outside": ("GET", "/static/..%2f..%2fapp.py", {}, 404, ""),
     "an absolute path": ("GET", "/static/%2fetc%2fpasswd", {}, 404, ""),
     "a file of the package": ("GET", "/static/__init__.py", {}, 404, "no such file"),
@@ -147,6 +153,42 @@ def test_the_page_has_a_strict_policy_and_nothing_is_cached(entered):
     assert headers["x-content-type-options"] == "nosniff"
     assert "server" not in headers
     assert entered.get("/api/session").headers["content-security-policy"] == headers["content-security-policy"]
+
+
+def test_a_link_opens_for_many(lab):
+    for _ in range(200):
+        with httpx.Client(base_url=lab.address, follow_redirects=True) as client:
+            assert client.get(lab.url).status_code == client.get("/").status_code == 200
+
+
+def test_the_private_file_sends_the_token_in_a_form(raw, lab):
+    with link_file(lab.url) as file:
+        sent = dict(re.findall(r'(action|value)="([^"]*)"', file.read_text()))
+        assert "?" not in sent["action"]
+    headers = {"Origin": "null", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    answer = raw.post(sent["action"], data={"token": sent["value"]}, headers=headers)
+    assert (answer.status_code, "url=./" in answer.text) == (200, True)
+    assert raw.get("/").status_code == 200
+
+
+@pytest.mark.browser
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["file", "notebook"])
+def test_no_address_in_the_history_of_a_browser_opens_the_lab(lab, tmp_path, way):
+    with link_file(lab.url) as file, closing(Browser(f"--user-data-dir={tmp_path / 'profile'}")) as opened:
+        (tmp_path / "notebook.html").write_text(lab._repr_html_())
+        notebook = (tmp_path / "notebook.html").as_uri()
+        opened.driver.get({"file": file.as_uri(), "notebook": notebook}[way])
+        if way == "notebook":
+            opened.driver.find_element("tag name", "button").click()
+            opened.driver.switch_to.window(opened.driver.window_handles[-1])
+        opened.wait("return document.body && document.body.dataset.ready")
+        assert opened.driver.current_url == lab.address
+        time.sleep(11)  # the history is written every ten seconds
+    with closing(sqlite3.connect(tmp_path / "profile/Default/History")) as database:
+        kept = [address for (address,) in database.execute("SELECT url FROM urls")]
+    assert lab.address in kept
+    assert [address for address in kept if "http" in address and httpx.get(address).status_code < 400] == []
 
 
 def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
