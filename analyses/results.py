@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 from sinklens.errors import CheckpointError
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import atomic_write, write_file
 from sinklens.utils.documents import read_json
 from sinklens.utils.escaping import in_csv
 
@@ -49,16 +49,13 @@ def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: F
     files = []
     for table_name, table in findings.tables.items():
         files.append(out / f"{name}-{table_name}.csv")
-        with atomic_write(files[-1]) as part:
-            part.write_text(in_csv(table), encoding="utf-8")
+        write_file(files[-1], in_csv(table))
     files += _draw(name, figures(findings.measured, findings.examples), out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
     files.append(out / f"{name}.nc")
-    with atomic_write(files[-1]) as part:
-        part.write_bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
+    write_file(files[-1], stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
     files.append(out / f"{name}.json")
-    with atomic_write(files[-1]) as part:
-        part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
+    write_file(files[-1], json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
     return replace(findings, files=tuple(files))
 
 

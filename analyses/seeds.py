@@ -13,7 +13,7 @@ from sinklens.analyses.estimates.seeds import seeds_table
 from sinklens.analyses.estimates.tables import corrected, verdict
 from sinklens.analyses.results import Findings
 from sinklens.analyses.study import Study
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
             for row in table.itertuples()
         ]
     file = out / f"{study.name}-seeds.csv"
-    with atomic_write(file) as part:
-        part.write_text(in_csv(table), encoding="utf-8")
+    write_file(file, in_csv(table))
     return table, file
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sinklens.errors import SinklensError
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 
 LONG = 512 * 512  # scores per head; shorter calls use the default tile, at little cost
 
@@ -77,5 +77,4 @@ def _read() -> dict[str, list[int]]:
 
 
 def _write(known: dict[str, list[int]]) -> None:
-    with atomic_write(file()) as part:
-        part.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_file(file(), json.dumps(known, indent=1, sort_keys=True) + "\n")

@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from sinklens.cli.options import Described, Device, Integer, Loading, Names
-from sinklens.cli.writing import write_figure, write_text
+from sinklens.cli.writing import write_figure
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import on_console, say
 
 PROBLEM = 14
@@ -35,7 +36,7 @@ def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) ->
         report(run, out / f"{run.model.name}.html")
     write_figure(out / "sinks.png", sink_paths(tracks))
     answers = [f"{run.model.name}: {run.text.strip()}\n" for run in runs]
-    write_text(out / "answers.txt", "\n".join([f"{asked.prompt}\n", *answers]))
+    write_file(out / "answers.txt", "\n".join([f"{asked.prompt}\n", *answers]))
     for run, kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
         console.rule(f"{run.model.name} ({kind}, {run.steps_run} steps)")
         console.print(on_console(asked.prompt, keep="\n"))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.cli.options import Integer
-from sinklens.cli.writing import write_figure, write_text
+from sinklens.cli.writing import write_figure
 from sinklens.errors import SinklensError
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv, say
 
 
@@ -55,7 +56,7 @@ def table(
         rows = frame(results, mixed_devices=mixed_devices)
     written = [(out or results) / "table.csv"]
     require_writable(written[0].parent)
-    write_text(written[0], in_csv(rows))
+    write_file(written[0], in_csv(rows))
     if (rows["total"] > 0).any():
         written.append(written[0].with_name("accuracy.png"))
         write_figure(written[1], accuracy_curves(rows[rows["total"] > 0]))

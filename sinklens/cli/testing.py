@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Call, Device, fitted
-from sinklens.cli.writing import write_text
 from sinklens.errors import SettingError
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_markdown, say
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_plan(
     made = decided(asked, measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
     lines = report_lines(asked, made, corrected, findings.tables["differences"])
-    write_text(folder / REPORT, "\n".join(lines) + "\n")
+    write_file(folder / REPORT, "\n".join(lines) + "\n")
     say("", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`.")
 
 

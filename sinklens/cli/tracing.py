@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from sinklens.cli.options import Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
-from sinklens.cli.writing import write_figure, write_text
+from sinklens.cli.writing import write_figure
 from sinklens.errors import SinklensError
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def trace(
     loaded = load(model, **fitted(model, loading, settings))
     found = generate(loaded, asked, **run or {}, **settings or {})
     assert found.sinks is not None
-    write_text(out / "answer.txt", f"{found.text}\n")
+    write_file(out / "answer.txt", f"{found.text}\n")
     found.sinks.save(out / "sinks.nc")
     write_figure(out / "sinks.png", sink_path(found.sinks, *most_moving_head(found.sinks)).figure)
     report(found, out / "report.html")
@@ -114,8 +115,8 @@ def verify(
         load(model, **fitted(model, loading, settings), check=False), out / "runs", problems=problems, data=data,
         fingerprint=fingerprint, protocol=protocol, score=score, batch=batch, settings=settings or {},
     )  # fmt: skip
-    write_text(out / "report.json", found.to_json())
-    write_text(out / "report.md", found.to_markdown())
+    write_file(out / "report.json", found.to_json())
+    write_file(out / "report.md", found.to_markdown())
     say(*found.to_markdown().split("\n"))
     say(f"Written to {out}/: report.json and report.md, which docs/verified.md collects.")
     if found.failed:

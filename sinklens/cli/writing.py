@@ -1,14 +1,9 @@
-"""Writes the files of a command, each completely or not at all."""
+"""Writes the figures of a command, each completely or not at all."""
 
 from pathlib import Path
 from typing import Any
 
 from sinklens.utils.atomic import atomic_write
-
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
 
 
 def write_figure(path: Path, figure: Any) -> None:

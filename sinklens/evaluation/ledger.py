@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sinklens.errors import LedgerError
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json
 
 LedgerRecord = dict[str, Any]
@@ -209,8 +209,7 @@ def export(ledger: str | Path, file: str | Path) -> int:
         for run, kind in product(LedgerRun.all(Path(ledger)), KINDS)
         for record in run.records(kind)
     ]
-    with atomic_write(file) as part:
-        part.write_text("".join(lines))
+    write_file(file, "".join(lines))
     return len(lines)
 
 

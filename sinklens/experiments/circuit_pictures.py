@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def save_graph(data: dict[str, Any], folder: Path) -> Path:
         raise CheckpointError(f"{listed} lists no graphs: {error!r}. Choose another folder.") from error
     path = folder / f"{about['slug']}.json"
     for file, content in {path: data, listed: {"graphs": [*others, about]}}.items():
-        with atomic_write(file) as part:
-            part.write_text(json.dumps(content, indent=2, allow_nan=False), encoding="utf-8")
+        write_file(file, json.dumps(content, indent=2, allow_nan=False))
     return path
 
 

@@ -47,7 +47,7 @@ from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 from sinklens.utils.arguments import NonNegative, read_as
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -154,8 +154,7 @@ class Circuit:
     def save(self, path: str | Path) -> None:
         """Write the circuit as NetCDF: `kept` and `scores` with their labels."""
         data = xr.Dataset({"kept": self.kept, "scores": self.scores}, attrs={"format": FORMAT})
-        with atomic_write(path) as part:
-            part.write_bytes(data.to_netcdf(engine="h5netcdf"))
+        write_file(path, data.to_netcdf(engine="h5netcdf"))
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
 from sinklens.utils.integers import as_integer
 
@@ -117,10 +117,8 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
     }
     if sae.architecture == "topk":
         config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
-    with atomic_write(Path(folder) / WEIGHTS) as part:
-        part.write_bytes(save(tensors))
-    with atomic_write(Path(folder) / CONFIG) as part:
-        part.write_text(json.dumps(config, indent=1) + "\n")
+    write_file(Path(folder) / WEIGHTS, save(tensors))
+    write_file(Path(folder) / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def _found(folder: str | Path) -> Path:

@@ -43,7 +43,7 @@ from sinklens.runs.result import Generation, require_run
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
 from sinklens.utils.arguments import Seed, read_as
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_text
 
 FORMAT = "canvases 1"
@@ -175,8 +175,7 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
 def write_canvases(runs: Iterable[Generation | RecordedCanvases], path: str | Path) -> None:
     """Write runs as JSON Lines, see the module; each row of a batch becomes a line."""
     parts = [[run] if isinstance(run, RecordedCanvases) else recorded_canvases(run) for run in runs]
-    with atomic_write(path) as part:
-        part.write_text("".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
+    write_file(path, "".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
 
 
 def read_canvases(path: str | Path) -> list[RecordedCanvases]:

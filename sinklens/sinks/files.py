@@ -23,7 +23,7 @@ from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import AXES, TrackData, unmask_steps
 from sinklens.sinks.store import Checked, TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.arguments import Count, read_as
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_json
 
 PLACES = ("batch", "step", "pos")
@@ -49,8 +49,7 @@ def save(track: TrackData, path: Path) -> Path:
         return path
     compressed = {name: {"zlib": True, "complevel": 1} for name in data.data_vars if data[name].dtype.kind == "f"}
     content = data.to_netcdf(engine="h5netcdf", encoding=compressed)
-    with atomic_write(path) as part:
-        part.write_bytes(content)
+    write_file(path, content)
     return path
 
 

@@ -30,3 +30,9 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # if the folder could not be created, there is nothing to remove
             part.unlink(missing_ok=True)
+
+
+def write_file(path: str | Path, content: str | bytes | memoryview) -> None:
+    """Write a complete file, text as UTF-8; raises as `atomic_write`."""
+    with atomic_write(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from sinklens.errors import TrackError
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
 
@@ -103,8 +103,7 @@ class AttentionView:
         Raises:
             SinklensError: the file cannot be written.
         """
-        with atomic_write(path) as part:
-            part.write_text(self.document, encoding="utf-8")
+        write_file(path, self.document)
         return Path(path)
 
     def _repr_html_(self) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.views.html import MASKED, NOT_YET, asset, hashes, visible
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def feature_page(
         title=title, summaries=summaries, style=STYLE, bars=_bars, tokens=partial(_tokens, model),
         policy=f"default-src 'none'; style-src {hashes([STYLE])}; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
+    write_file(path, text)
 
 
 def _tokens(model: "Model", one: FeatureExample) -> Iterator[tuple[str, int, bool]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.atomic import atomic_write
+from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import spelled
 from sinklens.views.attention import CELLS
 from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block
@@ -60,8 +60,7 @@ def report(
         SinklensError: the file cannot be written.
     """
     page = build(material(t, row), budget_mb)
-    with atomic_write(path) as part:
-        part.write_text(page, encoding="utf-8")
+    write_file(path, page)
     return Path(path)
 
 
