@@ -254,7 +254,7 @@ class Replayed(rules.Oracle):
 
 
 ROUNDED = [name for name in SAMPLERS if name not in ("diffullama", "rnd1", "autoregressive")]
-"""Samplers whose published code computes confidences by a softmax and can be greedy."""
+"""Samplers whose code computes confidences by a softmax and can be greedy; Open-dCoder's rounds them once more."""
 
 
 def compare_rounded(sampler: str, case: int, rng: random.Random, confidence_dtype: str, monkeypatch) -> bool:
