@@ -90,26 +90,13 @@ def build() -> App:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code; errors are printed."""
     call = sys.argv[1:] if arguments is None else list(arguments)
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack characters of an answer
     formatted, warnings.formatwarning = warnings.formatwarning, _warning
-    try:
-        return _call(call)
-    finally:
-        warnings.formatwarning = formatted
-
-
-def _warning(message: Warning | str, kind: type[Warning], file: str, line: int, source: str | None = None) -> str:
-    """A warning as a line; it may quote a name from a file."""
-    return spelled(f"{file}:{line}: {kind.__name__}: {message}") + "\n"
-
-
-def _call(call: list[str]) -> int:
-    """Run one command and return its exit code; errors are printed."""
     try:
         command, bound, unparsed = build().parse_args(call, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs, **dict.fromkeys(unparsed, call))
@@ -131,4 +118,13 @@ def _call(call: list[str]) -> int:
             return 0
         say(f"sinklens: {error}.", to=sys.stderr)
         return 1
+    finally:
+        warnings.formatwarning = formatted
     return 0
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:  # fmt: skip
+    """A warning as a line; it may quote a name from a file."""
+    return spelled(f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"

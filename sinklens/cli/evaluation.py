@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from sinklens.cli.options import Asked, Call, Integer, Integers, LoadingOfRun, Names, family_for, fitted
 from sinklens.cli.planning import DryRun, print_plan
 from sinklens.cli.settings import Settings
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
@@ -169,8 +169,11 @@ def _named(task: str | None, protocol: str | None, prompts: Path | None, data: P
     from sinklens.evaluation.protocols import find_protocol
 
     if prompts is not None:
-        if (task, protocol, data) != (None, None, None):
-            raise SinklensError("--prompts replaces --task, --protocol and --data; give only one of them.")
+        require(
+            (task, protocol, data) == (None, None, None),
+            "--prompts replaces --task, --protocol and --data; give only one of them.",
+            SinklensError,
+        )
         return find_protocol("prompts")
     named = protocol or task
     if named is None:
@@ -178,8 +181,11 @@ def _named(task: str | None, protocol: str | None, prompts: Path | None, data: P
             "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file (--prompts FILE)."
         )
     found = find_protocol(named)
-    if task not in (None, found.task):
-        raise SinklensError(f"the protocol {found.name} is for the task {found.task}, not {task}; remove one of them.")
+    require(
+        task in (None, found.task),
+        f"the protocol {found.name} is for the task {found.task}, not {task}; remove one of them.",
+        SinklensError,
+    )
     return found
 
 
@@ -193,11 +199,17 @@ def _refuse_settings(
 
     listed, families = ", ".join(models), {name: family_for(name, load) for name in models}
     samplers = sorted({sampler_name(family, {"mode": given.get("mode")}) for family in families.values()})
-    if queries == "all" and "autoregressive" not in samplers:
-        raise SinklensError(f"--queries all is for autoregressive models; {listed} computes every query at every step.")
+    require(
+        queries != "all" or "autoregressive" in samplers,
+        f"--queries all is for autoregressive models; {listed} computes every query at every step.",
+        SinklensError,
+    )
     exact = [name for name, family in families.items() if family.attention != "bidirectional"]
-    if exact and any(as_policy(name) for name in caches):
-        raise SinklensError(f"--cache is for models with bidirectional attention, not for {', '.join(exact)}.")
+    require(
+        not exact or not any(as_policy(name) for name in caches),
+        f"--cache is for models with bidirectional attention, not for {', '.join(exact)}.",
+        SinklensError,
+    )
     samplers = [given["sampler"]] if "sampler" in given else samplers
     known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
     for name in given:
@@ -210,6 +222,9 @@ def _refuse_settings(
 
 def _shard(text: str) -> tuple[int, int]:
     number, _, parts = text.partition("/")
-    if not number.isdecimal() or not parts.isdecimal() or int(parts) < 1:
-        raise SinklensError(f"--shard must be I/N, e.g. 0/4 for the first of four shards; got {text}.")
+    require(
+        number.isdecimal() and parts.isdecimal() and int(parts) >= 1,
+        f"--shard must be I/N, e.g. 0/4 for the first of four shards; got {text}.",
+        SinklensError,
+    )
     return int(number), int(parts)

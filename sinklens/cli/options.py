@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Parameter
 
+from sinklens.errors import require
 from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 def whole(kind: Any, tokens: Sequence[Any]) -> Any:
     """The integers of a command line."""
     for token in tokens:
-        if not token.value.removeprefix("-").isdecimal():
-            raise ValueError(f"must be an integer; got {token.value!r}")
+        require(token.value.removeprefix("-").isdecimal(), f"must be an integer; got {token.value!r}", ValueError)
     numbers = tuple(int(token.value) for token in tokens)
     return numbers[0] if kind is int else numbers
 

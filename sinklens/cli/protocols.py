@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Names
-from sinklens.errors import SinklensError, nearest
+from sinklens.errors import SinklensError, nearest, require
 from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
     chosen = [one for name, one in found.items() if name in names or not names]
     if model is not None:
         chosen = [one for one in chosen if any(model.lower() in score.model.lower() for score in one.published)]
-    if not chosen:
-        raise SinklensError(f"no protocol has a published score of a model whose name contains {model!r}.")
+    require(chosen, f"no protocol has a published score of a model whose name contains {model!r}.", SinklensError)
     say(*(line for one in chosen for line in (*_in_full(one), "")), "Brackets: 95 % intervals (Wilson).")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sinklens.cli.options import Integer
 from sinklens.cli.writing import write_figure
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv, say
 
@@ -37,16 +37,18 @@ def table(
     from sinklens.utils.folders import require_writable
     from sinklens.views import accuracy_curves
 
-    if not results.is_dir():
-        raise SinklensError(
-            f"no such folder: {results}; give one written by `sinklens evaluate` or `sinklens analyse`."
-        )
+    require(
+        results.is_dir(),
+        f"no such folder: {results}; give one written by `sinklens evaluate` or `sinklens analyse`.",
+        SinklensError,
+    )
     studies, evaluated = manifests(results), holds_runs(results)
-    if not studies and not evaluated:
-        raise SinklensError(
-            f"{results} holds neither an evaluation nor a finished study; `sinklens evaluate ... --out {results}` or "
-            f"`sinklens analyse ... --out {results}` creates one, and resumes what was interrupted."
-        )
+    require(
+        studies or evaluated,
+        f"{results} holds neither an evaluation nor a finished study; `sinklens evaluate ... --out {results}` or "
+        f"`sinklens analyse ... --out {results}` creates one, and resumes what was interrupted.",
+        SinklensError,
+    )
     for manifest in studies:
         show_study(results, manifest)
     if not evaluated:

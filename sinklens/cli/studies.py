@@ -12,7 +12,7 @@ from cyclopts import App
 from sinklens.analyses import questions
 from sinklens.cli.options import Call, Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.utils.escaping import say
 
 SEEDS = (
@@ -117,8 +117,9 @@ def _answers(file: Path | None, limit: int | None, study: Any, prompts: list[Any
         f"{unknown} of {len(prompts)} prompts in {file} have no known answer. Write lines such as "
         f'{{"prompt": "Question: ...", "expected": "42"}} in a .jsonl file; prompts must be texts'
     )
-    if study.scored == "all" and unknown == len(prompts):
-        raise SettingError(f"the study {study.name} counts answers lost, and {lacks}.")
+    require(
+        study.scored != "all" or unknown != len(prompts), f"the study {study.name} counts answers lost, and {lacks}."
+    )
     if study.scored and unknown:
         say(f"sinklens: {lacks}. Where right answers are counted, they are left out.", to=sys.stderr)
     return answers

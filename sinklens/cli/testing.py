@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Call, Device, fitted
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_markdown, say
 
@@ -53,11 +53,11 @@ def run_plan(
     identity, ledger = asked.identity(), tests or tested.home()
     prompts, answers = asked.texts(), asked.answers()
     unknown = sum(not known(prompt, answers) for prompt in prompts)
-    if asked.measure == "cost" and unknown:
-        raise SettingError(
-            f"measure: cost counts right answers, and {unknown} of {asked.n} prompts in {asked.prompts} have none. "
-            f"Give each line a text under 'expected' or 'answer', or test measure: changed."
-        )
+    require(
+        asked.measure != "cost" or not unknown,
+        f"measure: cost counts right answers, and {unknown} of {asked.n} prompts in {asked.prompts} have none. "
+        f"Give each line a text under 'expected' or 'answer', or test measure: changed.",
+    )
     others = tested.sharing(ledger, identity)
     say(*power_lines(asked, len(others) + all(run.what != identity for run in others)))
     if dry_run:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sinklens.cli.options import Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
 from sinklens.cli.writing import write_figure
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import say
 
@@ -59,11 +59,12 @@ def trace(
 def _prompt(given: str) -> str:
     """The prompt of ``--prompt``."""
     file = given.removeprefix("@")
-    if file != given and file.endswith(".jsonl"):
-        raise SinklensError(
-            f"trace reads {file} as one text, and this is JSON Lines; give a text file, or pass token ids to "
-            f"sinklens.generate."
-        )
+    require(
+        file == given or not file.endswith(".jsonl"),
+        f"trace reads {file} as one text, and this is JSON Lines; give a text file, or pass token ids to "
+        f"sinklens.generate.",
+        SinklensError,
+    )
     try:
         return given if file == given else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -119,5 +120,4 @@ def verify(
     write_file(out / "report.md", found.to_markdown())
     say(*found.to_markdown().split("\n"))
     say(f"Written to {out}/: report.json and report.md, which docs/verified.md collects.")
-    if found.failed:
-        raise SinklensError(f"{found.model} failed: {', '.join(found.failed)}.")
+    require(not found.failed, f"{found.model} failed: {', '.join(found.failed)}.", SinklensError)

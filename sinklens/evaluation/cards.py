@@ -14,7 +14,7 @@ model reach about half.
 import math
 from dataclasses import dataclass
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import nearest, require
 
 GIB = 2**30
 
@@ -43,10 +43,10 @@ class Card:
         Raises:
             SettingError: the share is not above 0 and at most 1, or there is no card.
         """
-        if not 0 < utilization <= 1 or cards < 1:
-            raise SettingError(
-                f"utilization is above 0 and at most 1, with 1 card or more; got {utilization} and {cards}."
-            )
+        require(
+            0 < utilization <= 1 and cards >= 1,
+            f"utilization is above 0 and at most 1, with 1 card or more; got {utilization} and {cards}.",
+        )
         return self.peak * utilization * cards
 
 
@@ -77,8 +77,7 @@ def find_card(name: str) -> Card:
     Raises:
         SettingError: no card has this name.
     """
-    if name not in CARDS:
-        raise SettingError(f"no card is called {name!r}; known: {', '.join(CARDS)}.{nearest(name, CARDS)}")
+    require(name in CARDS, f"no card is called {name!r}; known: {', '.join(CARDS)}.{nearest(name, CARDS)}")
     return CARDS[name]
 
 

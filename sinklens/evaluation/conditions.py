@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.places import AtKeys, Reach
@@ -67,8 +67,10 @@ class Condition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", as_policy(self.cache))
         object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
-        if self.control_of == self.name:
-            raise SettingError(f"{self.name!r} cannot be a control of itself; name the condition it is a control of.")
+        require(
+            self.control_of != self.name,
+            f"{self.name!r} cannot be a control of itself; name the condition it is a control of.",
+        )
         for hook in self.hooks:
             if not isinstance(hook, Intervention):
                 raise SettingError(
@@ -135,14 +137,16 @@ def masking(
         SettingError: a count that is not an integer of at least 0; an unknown control; an invalid seed.
     """
     numbers = whole_numbers("count", counts)
-    if any(count < 0 for count in numbers):
-        raise SettingError(f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.")
+    require(
+        not any(count < 0 for count in numbers),
+        f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.",
+    )
     seed, controls = read_as(Seed, "seed", seed), as_tuple(controls)
     for control in controls:
-        if control not in CONTROLS:
-            raise SettingError(
-                f"a control is one of {', '.join(CONTROLS)}; got {control!r}.{nearest(control, CONTROLS)}"
-            )
+        require(
+            control in CONTROLS,
+            f"a control is one of {', '.join(CONTROLS)}; got {control!r}.{nearest(control, CONTROLS)}",
+        )
     found = [UNMASKED]
     for count in sorted(set(numbers) - {0}):
         strongest = MaskSinks(top_k=count, queries=queries)
@@ -168,8 +172,10 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
     policies = [policy for policy in map(as_policy, listed) if policy is not None]
     names = [policy_name(policy) for policy in policies]
     given = next((condition.name for condition in conditions if condition.cache is not None), None)
-    if policies and given is not None:
-        raise SettingError(f"the condition {given!r} has a cache policy already; drop cache=, or that policy.")
+    require(
+        not policies or given is None,
+        f"the condition {given!r} has a cache policy already; drop cache=, or that policy.",
+    )
     return [*conditions, *(
         replace(one, name=f"cache {name}" if one == UNMASKED else f"{one.name}, cache {name}", cache=policy,
                 control_of=one.control_of and f"{one.control_of}, cache {name}")

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from annotated_types import Ge
 
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import SettingError, SinklensError, require
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.units import Batch, Job
@@ -92,12 +92,12 @@ class OnRay:
             SettingError: the model is neither a name nor a folder, or no machine of the cluster has the resources that
                 a worker needs.
         """
-        if not isinstance(job.source, str | Path):
-            raise SettingError(
-                f"workers load the model themselves, so OnRay needs its name or folder; got a "
-                f"{type(job.source).__name__}. To evaluate a loaded model, use engine=None, which runs in this "
-                f"process."
-            )
+        require(
+            isinstance(job.source, str | Path),
+            f"workers load the model themselves, so OnRay needs its name or folder; got a "
+            f"{type(job.source).__name__}. To evaluate a loaded model, use engine=None, which runs in this "
+            f"process.",
+        )
         (worker,) = self._started(job, 1)
         return self._answer(worker.identities.remote(list(conditions)))
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from sinklens.errors import PromptError, SettingError, SinklensError
+from sinklens.errors import PromptError, SettingError, SinklensError, require
 from sinklens.experiments.nll.estimate import check_pair, likelihoods, longest, refuse_cache
 from sinklens.experiments.nll.noise import DrawRule, Masking
 from sinklens.experiments.nll.result import PromptAnswer
@@ -109,12 +109,16 @@ class SinklensLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.seed = read_as(Seed, "seed", seed)  # before the model is loaded
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise SettingError(f"batch_size must be a number of at least 1, and not 'auto'; got {batch_size!r}.")
+        require(
+            str(batch_size).isdigit() and int(batch_size) >= 1,
+            f"batch_size must be a number of at least 1, and not 'auto'; got {batch_size!r}.",
+        )
         self.batch_size, self.settings = int(batch_size), settings
         self.hooks = hook_list(hooks)
-        if mask_sinks is not None and self.hooks:
-            raise SettingError(f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.")
+        require(
+            mask_sinks is None or not self.hooks,
+            f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.",
+        )
         if mask_sinks:
             self.hooks = [
                 MaskSinks(
@@ -141,10 +145,11 @@ class SinklensLM(TemplateLM):
         Raises:
             PromptError: the model has no tokenizer.
         """
-        if self.model.tokenizer is None:
-            raise PromptError(
-                f"{self.model.name} came without a tokenizer, and the harness sends text; pass a checkpoint with one."
-            )
+        require(
+            self.model.tokenizer is not None,
+            f"{self.model.name} came without a tokenizer, and the harness sends text; pass a checkpoint with one.",
+            PromptError,
+        )
         return self.model.tokenizer
 
     @property
@@ -162,8 +167,11 @@ class SinklensLM(TemplateLM):
         Raises:
             PromptError: the tokenizer has no chat template.
         """
-        if self.tokenizer.chat_template is None:
-            raise PromptError(f"the tokenizer of {self.model.name} has no chat template; drop --apply_chat_template.")
+        require(
+            self.tokenizer.chat_template is not None,
+            f"the tokenizer of {self.model.name} has no chat template; drop --apply_chat_template.",
+            PromptError,
+        )
         render(self.tokenizer, chat_history, None, f" of {self.model.name}", add_generation_prompt)  # has limits
         return str(
             self.tokenizer.apply_chat_template(

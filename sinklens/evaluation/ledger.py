@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sinklens.errors import LedgerError
+from sinklens.errors import LedgerError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json
 
@@ -92,8 +92,7 @@ class LedgerRun:
             LedgerError: the folder holds no run, or the ledger is damaged.
         """
         found = {name: _described(ledger, name, what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
-        if not found:
-            raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
+        require(found, f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.", LedgerError)
         for run, kind in _rows(ledger, "SELECT DISTINCT run, kind FROM records"):
             if run not in found or kind not in KINDS:
                 raise _damaged(ledger, f"the place of records ({kind!r:.40} of {run!r:.40})")
@@ -348,8 +347,11 @@ def _stored_version(database: sqlite3.Connection, folder: Path) -> int:
     """The version of a database; 0 before its tables exist."""
     ((version,),) = database.execute("PRAGMA user_version")
     ((tables,),) = database.execute("SELECT count(*) FROM sqlite_master")
-    if version != VERSION and (version or tables):
-        raise LedgerError(f"{folder / FILE} has format {version}; this version reads {VERSION}.")
+    require(
+        version == VERSION or (not version and not tables),
+        f"{folder / FILE} has format {version}; this version reads {VERSION}.",
+        LedgerError,
+    )
     return int(version)
 
 

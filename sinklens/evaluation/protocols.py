@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import PromptWarning, SettingError, nearest, warn_caller
+from sinklens.errors import PromptWarning, SettingError, nearest, require, warn_caller
 from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import make_settings, sampler_name
@@ -137,10 +137,10 @@ class EvalProtocol(Protocol):
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.sampler is not None:
-            raise SettingError(
-                f"mode={self.mode!r} and sampler={self.sampler!r} both choose how to decode; name one of them."
-            )
+        require(
+            self.mode is None or self.sampler is None,
+            f"mode={self.mode!r} and sampler={self.sampler!r} both choose how to decode; name one of them.",
+        )
 
     @property
     def what(self) -> dict[str, Any]:

@@ -35,12 +35,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.families.samplers import settings_for
 from sinklens.hooks import names
 from sinklens.hooks.attention import column_sums
-from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -169,17 +168,23 @@ def plan_run(
         HookNameError: no point has this name.
         CheckpointError: the checkpoint was not found, or its config is not supported.
     """
-    if quantization not in QUANTIZATIONS:
-        raise SettingError(
-            f"no quantization is called {quantization!r}; known: {', '.join(QUANTIZATIONS)}."
-            f"{nearest(quantization, QUANTIZATIONS)}"
-        )
-    if batch < 1 or prompt_length < 1:
-        raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
-    _check_size(batch, prompt_length + (as_integer(settings.get("gen_length")) or 0))
+    require(
+        quantization in QUANTIZATIONS,
+        f"no quantization is called {quantization!r}; known: {', '.join(QUANTIZATIONS)}."
+        f"{nearest(quantization, QUANTIZATIONS)}",
+    )
+    require(
+        batch >= 1 and prompt_length >= 1,
+        f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.",
+    )
     with fake_model(source, load or {}, dtype) as model:
         chosen = settings_for(model, dict(settings))
-        _check_size(batch, prompt_length + chosen.gen_length)
+        length, steps = prompt_length + chosen.gen_length, chosen.most_steps
+        require(
+            batch * length <= MOST_POSITIONS,
+            f"a plan has at most {MOST_POSITIONS:,} positions; {batch:,} rows of {length:,} are more. Plan a smaller "
+            f"batch, prompt or gen_length.",
+        )
         points, several = watched_points(model, watch), max(2, batch)
         one, more = (_peak(model, chosen, prompt_length, rows, points, keep, record_sinks) for rows in (1, several))
         step = one if batch == 1 else more
@@ -187,7 +192,6 @@ def plan_run(
         stored = weights_by_quantization(model, quantization)
         quantization = quantization if quantization in stored else next(iter(stored))
         rows, first, undecided = _sizes(chosen, prompt_length)
-        length, steps = prompt_length + chosen.gen_length, chosen.most_steps
         keys = _keys(model, chosen, batch * rows, prompt_length, cached)
         queries, seen = queries_and_keys(chosen, float(prompt_length), model)
         flops = batch * rows * flops_of(model, queries, seen, undecided / 2 if undecided > 1 else 1.0, record_sinks)
@@ -202,14 +206,6 @@ def plan_run(
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
             moved=_moved(model, stored[quantization], keys, batch * rows * queries, dtype),
         )  # fmt: skip
-
-
-def _check_size(batch: int, row: int) -> None:
-    if batch * row > MOST_POSITIONS:
-        raise SettingError(
-            f"a plan has at most {MOST_POSITIONS:,} positions; {batch:,} rows of {row:,} are more. Plan a smaller "
-            f"batch, prompt or gen_length."
-        )
 
 
 @contextmanager

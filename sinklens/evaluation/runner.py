@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import ControlWarning, LedgerError, SettingError, warn_caller
+from sinklens.errors import ControlWarning, LedgerError, SettingError, require, warn_caller
 from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRun, Writer, data_difference, holds_runs
@@ -90,8 +90,7 @@ def evaluate(
         raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
     chosen = find_protocol(protocol) if isinstance(protocol, str) else protocol
     task = task or chosen.make_task()
-    if task.name != chosen.task:
-        raise SettingError(f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
+    require(task.name == chosen.task, f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
     samples = _samples(task, limit, shard)
     job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed), allow_longer)
     report = progress or (lambda condition, done, total: None)
@@ -121,17 +120,17 @@ def evaluate(
 def _samples(task: Task, limit: int | None, shard: tuple[int, int]) -> list[Sample]:
     """The samples of a shard."""
     fits = isinstance(shard, tuple | list) and len(shard) == 2 and None not in map(as_integer, shard)
-    if not fits or not 0 <= shard[0] < shard[1]:
-        raise SettingError(f"shard must be two integers, (0, 4) for the first of four; got {shard!r}.")
+    require(
+        fits and 0 <= shard[0] < shard[1], f"shard must be two integers, (0, 4) for the first of four; got {shard!r}."
+    )
     number, parts = shard
     samples = list(task.samples(limit))[number::parts]
     repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
-    if repeated is not None:
-        raise SettingError(f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique.")
-    if not samples:
-        raise SettingError(
-            f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
-        )
+    require(repeated is None, f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique.")
+    require(
+        samples,
+        f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit.",
+    )
     return samples
 
 

@@ -35,7 +35,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.utils.arguments import check_arguments
 
 START_LIMIT = 60.0  # seconds a process may take to start on a busy machine
@@ -166,8 +166,7 @@ def run_program(
     """
     limits = limits or Limits()
     isolation = available_isolation()
-    if not isolation.layers:
-        raise SinklensError(f"generated programs are not run here: {isolation.missing}.")
+    require(isolation.layers, f"generated programs are not run here: {isolation.missing}.", SinklensError)
     with ExitStack() as stack:
         ends = Pipe()
         checker = _Child(stack, ends[0], limits, max(limits.memory_mb, CHECKER_MEMORY))
@@ -179,11 +178,12 @@ def run_program(
         candidate.begin(program=program, entry_point=entry_point)
         status, detail = _verdict(checker, candidate, limits)
         if status == "broken":
-            if not reference or not run_program(reference, test, entry_point, helpers=helpers, limits=limits).passed:
-                raise SinklensError(
-                    f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the "
-                    f"function; pass other functions they call as helpers="
-                )
+            require(
+                reference and run_program(reference, test, entry_point, helpers=helpers, limits=limits).passed,
+                f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the "
+                f"function; pass other functions they call as helpers=",
+                SinklensError,
+            )
             status = "failed"
         return Outcome(status, detail, candidate.text(limits.output_kb), time.monotonic() - started, isolation)
 
@@ -217,10 +217,11 @@ class _Child:
 
     def wait_until_ready(self) -> None:
         """Wait until the process is isolated and waits for its task."""
-        if not self.reports.poll(START_LIMIT):
-            raise SinklensError(
-                f"a sandboxed process was not ready after {START_LIMIT:.0f} s; is the machine overloaded?"
-            )
+        require(
+            self.reports.poll(START_LIMIT),
+            f"a sandboxed process was not ready after {START_LIMIT:.0f} s; is the machine overloaded?",
+            SinklensError,
+        )
         try:
             self.reports.recv_bytes()
         except EOFError as error:

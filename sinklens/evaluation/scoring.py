@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import LedgerError
+from sinklens.errors import LedgerError, require
 from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer
 from sinklens.evaluation.protocols import EvalProtocol
@@ -69,10 +69,11 @@ def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, lim
         raise LedgerError(
             f"sample {record['sample']} is not in the task {task.name}; give the data that it was evaluated on."
         )
-    if prompt_hash(sample) != record["prompt_sha256"]:
-        raise LedgerError(
-            f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on."
-        )
+    require(
+        prompt_hash(sample) == record["prompt_sha256"],
+        f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on.",
+        LedgerError,
+    )
     program = f"{sample.stub}{task.extract(record['text'])}"
     outcome = run_program(
         program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits,

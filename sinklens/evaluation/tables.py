@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinklens.errors import ControlWarning, LedgerError, SettingError
+from sinklens.errors import ControlWarning, LedgerError, require
 from sinklens.evaluation.checked import evaluations, records_of
 from sinklens.evaluation.conditions import CONTROLS, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
@@ -108,8 +108,7 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
         if one.records:
             shared = {name: value for name, value in one.run.what.items() if name != "condition"}
             groups.setdefault(json.dumps(shared, sort_keys=True), []).append(one)
-    if not groups:
-        raise LedgerError(f"{ledger} holds no finished sample yet; rerun `sinklens evaluate` to resume.")
+    require(groups, f"{ledger} holds no finished sample yet; rerun `sinklens evaluate` to resume.", LedgerError)
     tables = []
     for name, members in zip(_names(list(groups)), groups.values(), strict=True):
         tables.append(pd.DataFrame(_rows(name, sorted(members, key=_order), mixed_devices)))
@@ -205,19 +204,20 @@ def _against(base: _Scored | None, changed: _Scored, absent: str, mixed_devices:
         return None, "not scored"
     model, names = base.run.what["model"], f"under {base.condition['name']!r} and {changed.condition['name']!r}"
     devices = {str(record["device"]) for one in (base, changed) for record in one.records.values()}
-    if len(devices) > 1 and not mixed_devices:
-        raise SettingError(
-            f"{model} ran on {' and '.join(sorted(devices))} {names}, and verdicts from different device types are not "
-            f"paired. Run both on one device type, or give mixed_devices=True (--mixed-devices)."
-        )
+    require(
+        len(devices) <= 1 or mixed_devices,
+        f"{model} ran on {' and '.join(sorted(devices))} {names}, and verdicts from different device types are not "
+        f"paired. Run both on one device type, or give mixed_devices=True (--mixed-devices).",
+    )
     shared = sorted(base.verdicts.keys() & changed.verdicts.keys())
     for sample in shared:
-        if data_difference(base.records[sample], changed.records[sample]) == "prompt":
-            raise LedgerError(
-                f"{model} got different prompts for {sample} {names}, so their verdicts cannot be paired. Evaluate one "
-                f"of them again on the data of the other, or keep them in separate folders ({base.run.folder}, "
-                f"{changed.run.folder})."
-            )
+        require(
+            data_difference(base.records[sample], changed.records[sample]) != "prompt",
+            f"{model} got different prompts for {sample} {names}, so their verdicts cannot be paired. Evaluate one "
+            f"of them again on the data of the other, or keep them in separate folders ({base.run.folder}, "
+            f"{changed.run.folder}).",
+            LedgerError,
+        )
     first, second = (np.array([one.verdicts[sample] for sample in shared]) for one in (base, changed))
     return (paired(first, second), "") if shared else (None, "no shared samples")
 

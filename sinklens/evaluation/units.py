@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
@@ -114,12 +114,13 @@ class Job:
             if condition.cache is not None:
                 check_policy(model, settings, condition.cache)
         given = [one for one in task.samples() if isinstance(one, IdSample)] if isinstance(task, Prompts) else []
-        if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
-            raise PromptError(
-                f"{model.name} has no tokenizer, and the prompts of this task are text. Put a tokenizer's files "
-                f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as "
-                f"token ids (--prompts FILE)."
-            )
+        require(
+            model.tokenizer is not None or (given and all(sample.ids and sample.expected for sample in given)),
+            f"{model.name} has no tokenizer, and the prompts of this task are text. Put a tokenizer's files "
+            f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as "
+            f"token ids (--prompts FILE).",
+            PromptError,
+        )
         for sample in given:
             _check_length(model, sample, settings.gen_length)
         folder = Path(model.name)
@@ -199,10 +200,11 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool | str) -> list
     """
     given = model_input(sample)
     if not isinstance(given, str):
-        if chat_template is True:
-            raise PromptError(
-                f"{sample.id} consists of token ids, to which a chat template cannot be applied; drop it."
-            )
+        require(
+            chat_template is not True,
+            f"{sample.id} consists of token ids, to which a chat template cannot be applied; drop it.",
+            PromptError,
+        )
         return list(given)
     if chat_template is not True:
         return model.encode(sample.prompt + sample.opening)[0][0].tolist()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from sinklens.errors import SelfCheckError, SettingError
+from sinklens.errors import SelfCheckError, require
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
@@ -199,11 +199,11 @@ def verify(
     """
     chosen = find_protocol(protocol or protocol_for(model.name))
     read_as(Share | None, "score", score)
-    if data is not None and not reads_files(chosen.task):
-        raise SettingError(
-            f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "
-            f"name its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out."
-        )
+    require(
+        data is None or reads_files(chosen.task),
+        f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "
+        f"name its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out.",
+    )
     task, scores = chosen.make_task(data), {one.masked: one for one in scores_of(model.name, chosen.name)}
     stated = scores.get(0)
     if score is not None:  # it is of these settings, whatever the protocol says

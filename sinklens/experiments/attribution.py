@@ -27,7 +27,7 @@ from annotated_types import Ge
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.modulation import Time, times_of
 from sinklens.hooks.names import READ_ONLY, axes_of
@@ -190,11 +190,11 @@ class Pair(NamedTuple):
     def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None, time: Time = None) -> "Pair":
         """The pair on the model's device, of one shape."""
         first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
-        if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
-            raise SettingError(
-                f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
-                f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond."
-            )
+        require(
+            first.ids.shape == second.ids.shape and torch.equal(first.real, second.real),
+            f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
+            f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond.",
+        )
         return cls(model, first.ids, second.ids, first.real, times_of(model.tree, time, len(first.ids)))
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
@@ -237,8 +237,10 @@ class Pair(NamedTuple):
         with torch.enable_grad():
             leaves, logits = self.values(self.corrupted, points, before, leaves=True)
             number = metric_value(metric, logits)
-            if not number.requires_grad:
-                raise SettingError("the metric has no gradient; compute it from the logits with torch operations only.")
+            require(
+                number.requires_grad,
+                "the metric has no gradient; compute it from the logits with torch operations only.",
+            )
             found = torch.autograd.grad(number, [leaves[name] for name in points], materialize_grads=True)
         return dict(zip(points, found, strict=True))
 
@@ -260,10 +262,10 @@ class Pair(NamedTuple):
 def differentiable(model: "Model") -> Iterator[None]:
     """Enable gradients of activations and disable those of weights; afterwards restore the weights' setting."""
     weights = [*model.tree.hf.parameters(), *model.tree.hf.buffers()]
-    if any(weight.is_inference() for weight in weights):
-        raise SettingError(
-            f"{model.name} was created under torch.inference_mode(), so it has no gradients; load it outside."
-        )
+    require(
+        not any(weight.is_inference() for weight in weights),
+        f"{model.name} was created under torch.inference_mode(), so it has no gradients; load it outside.",
+    )
     trainable = [weight for weight in weights if weight.requires_grad]
     try:
         for weight in trainable:
@@ -278,8 +280,10 @@ def differentiable(model: "Model") -> Iterator[None]:
 def _points(wanted: Any, model: "Model") -> list[str]:
     points = chosen_points(wanted, model, None)
     for name in points:
-        if name.startswith("denoise.") or name.endswith(UNPATCHED):
-            raise SettingError(f"{name} cannot be patched from one pass into another; leave it out.")
+        require(
+            not name.startswith("denoise.") and not name.endswith(UNPATCHED),
+            f"{name} cannot be patched from one pass into another; leave it out.",
+        )
     return points
 
 

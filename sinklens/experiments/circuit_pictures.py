@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, SettingError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
 
@@ -42,8 +42,10 @@ class CircuitEdge(NamedTuple):
 
 
 def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: str, model: str) -> dict[str, Any]:
-    if not re.fullmatch(r"[\w-]+", slug):
-        raise SettingError(f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.")
+    require(
+        re.fullmatch(r"[\w-]+", slug),
+        f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.",
+    )
     last = max((edge.pos for edge in edges if edge.pos is not None), default=None)
     if last is not None and (tokens is None or len(tokens) <= max(last, 1)):
         raise SettingError(

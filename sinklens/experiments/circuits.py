@@ -34,7 +34,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SettingError, warn_caller
+from sinklens.errors import CheckpointError, SettingError, require, warn_caller
 from sinklens.experiments.attribution import LogitMetric, Pair, metric_value
 from sinklens.experiments.circuit_pictures import CircuitEdge, graph, save_graph
 from sinklens.experiments.edges import edge_effects
@@ -70,12 +70,14 @@ class Circuit:
     scores: xr.DataArray
 
     def __post_init__(self) -> None:
-        if self.kept.dims != self.scores.dims or self.kept.shape != self.scores.shape:
-            raise SettingError(
-                f"kept and scores must have the same axes; got {dict(self.kept.sizes)} and {dict(self.scores.sizes)}."
-            )
-        if self.kept.dtype != bool or bool((self.kept & np.isnan(self.scores)).any()):
-            raise SettingError("kept must be boolean, and False where scores is NaN: there is no such edge.")
+        require(
+            self.kept.dims == self.scores.dims and self.kept.shape == self.scores.shape,
+            f"kept and scores must have the same axes; got {dict(self.kept.sizes)} and {dict(self.scores.sizes)}.",
+        )
+        require(
+            self.kept.dtype == bool and not bool((self.kept & np.isnan(self.scores)).any()),
+            "kept must be boolean, and False where scores is NaN: there is no such edge.",
+        )
 
     @classmethod
     def strongest(cls, scores: Any, *, count: int | None = None, share: float | int | None = None) -> "Circuit":
@@ -93,8 +95,7 @@ class Circuit:
         scores = _ordered(scores)
         values = np.abs(scores.to_numpy())
         exists = int((~np.isnan(values)).sum())
-        if (count is None) == (share is None):
-            raise SettingError("pass one of count= and share=.")
+        require((count is None) != (share is None), "pass one of count= and share=.")
         size = round(exists * share) if count is None and share is not None else count
         if size is None or not 0 <= size <= exists:
             raise SettingError(f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.")
@@ -194,8 +195,7 @@ class Circuit:
                 than two; or a step that the circuit does not have, or that is missing.
         """
         steps = self.kept["step"].values.tolist() if "step" in self.kept.dims else [None]
-        if step not in steps:
-            raise SettingError(f"step must be one of {steps} for this circuit; got {step}.")
+        require(step in steps, f"step must be one of {steps} for this circuit; got {step}.")
         return graph([edge for edge in self.edges if edge.step == step], tokens, slug, model)
 
     def save_graph(self, folder: str | Path, tokens: Sequence[str] | None = None, **about: Any) -> Path:
@@ -217,8 +217,10 @@ class Circuit:
 def _ordered(scores: Any) -> xr.DataArray:
     """Scores as an array with the axes in the order of `AXES`."""
     array = scores["effect"] if isinstance(scores, xr.Dataset) else scores
-    if not isinstance(array, xr.DataArray) or not {"sender", "receiver"} <= set(array.dims) <= set(AXES):
-        raise SettingError("scores must be an array over sender and receiver, and perhaps step and pos.")
+    require(
+        isinstance(array, xr.DataArray) and {"sender", "receiver"} <= set(array.dims) <= set(AXES),
+        "scores must be an array over sender and receiver, and perhaps step and pos.",
+    )
     axes = [axis for axis in AXES if axis in array.dims]
     found = array.transpose(*axes).reset_coords(drop=True)
     missing = {axis: range(array.sizes[axis]) for axis in axes if axis not in found.coords}
@@ -400,11 +402,11 @@ def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
     """The mean metric of the clean passes, and of the corrupted ones."""
     _check_cases(cases)
     full, empty = (float(np.mean(values)) for values in zip(*((case.full, case.empty) for case in cases), strict=True))
-    if full == empty:
-        raise SettingError(
-            "the metric is the same in the clean and in the corrupted passes, so no circuit can explain its "
-            "change; choose another corruption or metric."
-        )
+    require(
+        full != empty,
+        "the metric is the same in the clean and in the corrupted passes, so no circuit can explain its "
+        "change; choose another corruption or metric.",
+    )
     return full, empty
 
 
@@ -427,8 +429,7 @@ def greedy_circuit(
         SettingError: as `measure_circuit`; a negative tolerance, or a start without edges.
     """
     read_as(NonNegative, "tolerance", tolerance)
-    if not start.size:
-        raise SettingError("the circuit to begin with has no edges; pass one that has, such as the strongest 20 %.")
+    require(start.size, "the circuit to begin with has no edges; pass one that has, such as the strongest 20 %.")
     full, empty = _ends(cases)
 
     def share(circuit: Circuit) -> float:
@@ -455,5 +456,4 @@ def greedy_circuit(
 
 
 def _check_cases(cases: Sequence[CircuitCase]) -> None:
-    if not cases:
-        raise SettingError("pass at least one case, from circuit_case or circuit_cases.")
+    require(cases, "pass at least one case, from circuit_case or circuit_cases.")

@@ -26,7 +26,7 @@ import xarray as xr
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.runs import generate
@@ -102,11 +102,11 @@ def effect(
     """
     entries, model = hook_list(hooks), load(model)
     sizes = [(one.cfg.n_layers, one.cfg.n_heads, one.cfg.d_vocab) for one in (model, other or model)]
-    if sizes[0] != sizes[1]:
-        raise SettingError(
-            f"compared models must have the same layers, heads and vocabulary; got {sizes[0]} and {sizes[1]}. Compare "
-            f"a quantized model with the one that was quantized."
-        )
+    require(
+        sizes[0] == sizes[1],
+        f"compared models must have the same layers, heads and vocabulary; got {sizes[0]} and {sizes[1]}. Compare "
+        f"a quantized model with the one that was quantized.",
+    )
     settings |= {"seed": seed, "progress": False}
     kept = [MaskedLogits() for _ in range(3)]
     base = generate(model, prompt, hooks=[kept[0]], **settings)
@@ -169,8 +169,10 @@ def compare(
     if not edited:
         _check_same_prompts(base, changed)
     missing = [base_logits, changed_logits].count(None)
-    if missing == 1 or (missing and attended is not None):
-        raise SettingError("pass both base_logits and changed_logits, or neither; attended= needs them.")
+    require(
+        missing != 1 and (not missing or attended is None),
+        "pass both base_logits and changed_logits, or neither; attended= needs them.",
+    )
     if base_logits and changed_logits and not set(base_logits) & set(changed_logits):
         raise SettingError(
             f"no step has the logits of both runs: base_logits holds steps {sorted(base_logits)}, changed_logits "
@@ -188,22 +190,22 @@ def compare(
 
 
 def _check_same_prompts(base: Generation, changed: Generation) -> None:
-    if base.model.tree.changes_attention and base.settings.name != changed.settings.name:
-        raise SettingError(
-            f"these runs decode in two modes ({base.settings.name}, {changed.settings.name}), so a step of one is no "
-            f"step of the other; compare runs in one mode."
-        )
+    require(
+        not base.model.tree.changes_attention or base.settings.name == changed.settings.name,
+        f"these runs decode in two modes ({base.settings.name}, {changed.settings.name}), so a step of one is no "
+        f"step of the other; compare runs in one mode.",
+    )
     sizes = [[len(run.answers), run.canvas.shape[2]] for run in (base, changed)]
-    if sizes[0] != sizes[1]:
-        raise SettingError(
-            f"compared runs must have the same prompts and lengths; got {sizes[0]} and {sizes[1]} (rows, positions)."
-        )
+    require(
+        sizes[0] == sizes[1],
+        f"compared runs must have the same prompts and lengths; got {sizes[0]} and {sizes[1]} (rows, positions).",
+    )
     start = base.prompt_length
     same = start == changed.prompt_length and torch.equal(base.real, changed.real)
-    if not same or not torch.equal(base.canvas[:, 0, :start], changed.canvas[:, 0, :start]):
-        raise SettingError(
-            "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other."
-        )
+    require(
+        same and torch.equal(base.canvas[:, 0, :start], changed.canvas[:, 0, :start]),
+        "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other.",
+    )
 
 
 def _answers(base: Generation, changed: Generation) -> dict[str, Any]:
@@ -337,11 +339,11 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
     require_run(changed, "changed")
     if base.sinks is None or changed.sinks is None:
         raise SettingError("sinks_compared needs the sinks of both runs; run them with record_sinks=True.")
-    if base.canvas.shape[::2] != changed.canvas.shape[::2]:
-        raise SettingError(
-            f"compared runs must have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
-            f"{list(changed.canvas.shape[::2])} (rows, positions)."
-        )
+    require(
+        base.canvas.shape[::2] == changed.canvas.shape[::2],
+        f"compared runs must have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
+        f"{list(changed.canvas.shape[::2])} (rows, positions).",
+    )
     steps = list(range(min(base.steps_run, changed.steps_run)))
     found, top = [], []
     for track in (base.sinks, changed.sinks):

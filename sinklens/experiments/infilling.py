@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 from sinklens.interventions.canvas import ForceTokens, Suffix
 from sinklens.model.prompts import Encoded
 from sinklens.runs.intervention import Intervention
@@ -46,22 +46,24 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
     texts = list(parts) if _is_batch(parts) else [parts]
     rows = [_row(model, row) for row in texts]  # type: ignore[arg-type]
     sizes = {(len(row.answer), len(row.after)) for row in rows}
-    if len(sizes) > 1:
-        raise PromptError(
-            f"texts of one batch need equally many tokens from the first hole to the last, and after it; these have "
-            f"{', '.join(f'{answer} and {after}' for answer, after in sorted(sizes))}. Run them one by one: "
-            f"[generate(model, **holes(model, parts)) for parts in texts]."
-        )
+    require(
+        len(sizes) <= 1,
+        f"texts of one batch need equally many tokens from the first hole to the last, and after it; these have "
+        f"{', '.join(f'{answer} and {after}' for answer, after in sorted(sizes))}. Run them one by one: "
+        f"[generate(model, **holes(model, parts)) for parts in texts].",
+        PromptError,
+    )
     (size, behind), columns = sizes.pop(), zip(*(row.answer for row in rows), strict=True)
     forced = {at - size - behind: column for at, column in enumerate(columns) if set(column) != {None}}
     hooks: list[Intervention] = [ForceTokens(tokens=forced)] if forced else []
     hooks += [Suffix(text=[row.after for row in rows])] if behind else []
     longest = max(len(row.prompt) for row in rows)
-    if not all(row.prompt for row in rows) and longest:
-        raise PromptError(
-            f"{model.name} has no start token, so a text that begins with a hole has no prompt, and cannot be in one "
-            f"batch with texts that have one; run it alone."
-        )
+    require(
+        all(row.prompt for row in rows) or not longest,
+        f"{model.name} has no start token, so a text that begins with a hole has no prompt, and cannot be in one "
+        f"batch with texts that have one; run it alone.",
+        PromptError,
+    )
     lead = [longest - len(row.prompt) for row in rows]
     ids = [[model.reader.pad] * pads + row.prompt for pads, row in zip(lead, rows, strict=True)]
     real = torch.arange(longest) >= torch.tensor(lead)[:, None]  # ids alone may look like padding
@@ -86,13 +88,17 @@ def _is_batch(parts: Any) -> bool:
 def _row(model: "Model", parts: Sequence[Part]) -> _Row:
     """One text with holes."""
     given = [not isinstance(part, int) for part in parts]
-    if not any(given) or all(given):
-        raise PromptError(
-            f"a text with holes has text or token ids and at least one hole, the number of its positions; got "
-            f"{list(parts)!r:.80}."
-        )
-    if any(isinstance(part, bool) or (isinstance(part, int) and part < 1) for part in parts):
-        raise PromptError(f"a hole has at least one position; got {list(parts)!r:.80}.")
+    require(
+        any(given) and not all(given),
+        f"a text with holes has text or token ids and at least one hole, the number of its positions; got "
+        f"{list(parts)!r:.80}.",
+        PromptError,
+    )
+    require(
+        not any(isinstance(part, bool) or (isinstance(part, int) and part < 1) for part in parts),
+        f"a hole has at least one position; got {list(parts)!r:.80}.",
+        PromptError,
+    )
     first, last = given.index(False), len(parts) - 1 - given[::-1].index(False)
     prompt = [token for number, part in enumerate(parts[:first]) for token in _ids(model, part, number == 0)]
     if not first:
@@ -102,10 +108,11 @@ def _row(model: "Model", parts: Sequence[Part]) -> _Row:
     for part in parts[first : last + 1]:
         answer += [None] * part if isinstance(part, int) else _ids(model, part)
     after = [token for part in parts[last + 1 :] for token in _ids(model, part)]
-    if model.mask_token_id in (*prompt, *answer, *after):
-        raise PromptError(
-            f"the given parts contain the mask token ({model.mask_token_id}); write a hole as its length."
-        )
+    require(
+        model.mask_token_id not in (*prompt, *answer, *after),
+        f"the given parts contain the mask token ({model.mask_token_id}); write a hole as its length.",
+        PromptError,
+    )
     return _Row(prompt, answer, after)
 
 

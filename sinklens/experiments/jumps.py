@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.interventions.paths import PathPatch, refuse_indirect, senders_of
 from sinklens.runs.intervention import Pairs, within
@@ -117,11 +117,11 @@ def jump_undone(
     read_as(Literal["q", "k"], "letter", letter)
     require_run(run, "run")
     model = run.model
-    if model.causal:
-        raise SettingError(
-            "jump_undone compares what components wrote on the canvases of two steps, and a step of an autoregressive "
-            "run only adds a token to the text; pass a run of a diffusion model."
-        )
+    require(
+        not model.causal,
+        "jump_undone compares what components wrote on the canvases of two steps, and a step of an autoregressive "
+        "run only adds a token to the text; pass a run of a diffusion model.",
+    )
     steps = [exact_step(run, step) for step in (jump.step - 1, jump.step)]
     refuse_indirect(model, "jump_undone")
     before, now = (step.row(jump.row) for step in steps)

@@ -40,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, SettingError, require
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
@@ -90,11 +90,11 @@ class TunedLens:
             SettingError: it has other layers or another stream.
         """
         sizes = [model.cfg.n_layers, model.cfg.d_model]
-        if list(self.maps.shape[1:3]) != sizes:
-            raise SettingError(
-                f"the lens is of {self.model} with [layers, d_model] {list(self.maps.shape[1:3])}, and {model.name} "
-                f"has {sizes}; train one with train_tuned_lens(model, prompts)."
-            )
+        require(
+            list(self.maps.shape[1:3]) == sizes,
+            f"the lens is of {self.model} with [layers, d_model] {list(self.maps.shape[1:3])}, and {model.name} "
+            f"has {sizes}; train one with train_tuned_lens(model, prompts).",
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the lens as safetensors."""
@@ -169,11 +169,11 @@ def logit_lens(
     """
     require_run(run, "run")
     _check_top_k(model, top_k)
-    if (model.cfg.d_vocab, model.family_record) != (run.model.cfg.d_vocab, run.model.family_record):
-        raise SettingError(
-            f"the run is of {run.model.name}, and {model.name} has another family or vocabulary; pass the model that "
-            f"made the run."
-        )
+    require(
+        (model.cfg.d_vocab, model.family_record) == (run.model.cfg.d_vocab, run.model.family_record),
+        f"the run is of {run.model.name}, and {model.name} has another family or vocabulary; pass the model that "
+        f"made the run.",
+    )
     row = within("row", [row], len(run.canvas))[0]
     chosen = within("layer", layers, model.cfg.n_layers)
     points = [f"blocks.{layer}.hook_resid_post" for layer in chosen]
@@ -256,15 +256,16 @@ class LogitLens(Reader):
             SettingError: nothing was kept, a row that does not exist, or streams of another run.
         """
         steps = sorted({step for step, _ in self.kept if step < run.steps_run})
-        if not steps:
-            raise SettingError("the lens holds no step; list it in hooks= of the run, with steps that the run reaches.")
+        require(steps, "the lens holds no step; list it in hooks= of the run, with steps that the run reaches.")
         layers, row = sorted({layer for _, layer in self.kept}), within("row", [row], len(run.canvas))[0]
         wanted = streams_before(run.model, run.real, place_mask(self.positions, run.real))
 
         def streams(step: int, sources: Tensor) -> _Streams:
             here = wanted[:, : run.prompt_length + step if run.model.causal else wanted.shape[1]]
-            if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
-                raise SettingError("the lens holds streams of another run; read it before the next run begins.")
+            require(
+                self.kept[step, layers[0]].shape == (int(here.sum()), run.model.cfg.d_model),
+                "the lens holds streams of another run; read it before the next run begins.",
+            )
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1
             condition = self.conditions[step][row] if step in self.conditions else None
             return _Streams({layer: self.kept[step, layer][index] for layer in layers}, condition)
@@ -280,8 +281,10 @@ class _Streams(NamedTuple):
 
 
 def _check_top_k(model: "Model", top_k: int) -> None:
-    if not 1 <= top_k <= model.cfg.d_vocab:
-        raise SettingError(f"top_k must be between 1 and {model.cfg.d_vocab}, the vocabulary size; got {top_k}.")
+    require(
+        1 <= top_k <= model.cfg.d_vocab,
+        f"top_k must be between 1 and {model.cfg.d_vocab}, the vocabulary size; got {top_k}.",
+    )
 
 
 def _before(model: "Model") -> int:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.experiments.lens import (
     CONDITION,
     TunedLens,
@@ -84,23 +84,26 @@ def train_tuned_lens(
             kept[bucket].append(read)
         kept = [_sample(parts, places, drawn) for parts in kept]
     for number, parts in enumerate(kept):
-        if not parts:
-            raise SettingError(
-                f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
-                f"fewer buckets, or settings with more steps."
-            )
+        require(
+            parts,
+            f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
+            f"fewer buckets, or settings with more steps.",
+        )
         found = _trained(model, _joined(parts), updates, batch, learning_rate, drawn)
         lens.maps[number, :-1], lens.offsets[number, :-1] = found
     return lens
 
 
 def _check(model: "Model", buckets: int, *numbers: int) -> None:
-    if model.causal and buckets != 1:
-        raise SettingError(f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.")
-    if model.mask_token_id is None and not model.causal:
-        raise SettingError(f"lenses are split by the masked share, and {model.name} has no mask token.")
-    if min(buckets, *numbers) < 1:
-        raise SettingError("buckets, updates, batch, places and rows must be at least 1.")
+    require(
+        not model.causal or buckets == 1,
+        f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.",
+    )
+    require(
+        model.mask_token_id is not None or model.causal,
+        f"lenses are split by the masked share, and {model.name} has no mask token.",
+    )
+    require(min(buckets, *numbers) >= 1, "buckets, updates, batch, places and rows must be at least 1.")
 
 
 class _Places(NamedTuple):

@@ -20,7 +20,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
@@ -158,11 +158,11 @@ class _MetricValues:
             return
         shown = StepOutput(step, output.logits, base, output.canvas, output.undecided, self._first)
         value = torch.as_tensor(self._metric(shown)).detach()
-        if value.numel() != self._prompts:
-            raise SettingError(
-                f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
-                f"shape {list(value.shape)}."
-            )
+        require(
+            value.numel() == self._prompts,
+            f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
+            f"shape {list(value.shape)}.",
+        )
         (self.base if number is None else self.values[number])[:, step] = value.reshape(-1).cpu().numpy()
 
     def dataset(self) -> xr.Dataset:

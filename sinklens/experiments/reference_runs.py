@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
@@ -73,14 +73,13 @@ def donors(
             which a run does not compute every position.
     """
     refuse_canvas(model, "donors")
-    if settings.get("cache") is not None:
-        raise SettingError("donors reads exact runs; leave cache= out.")
+    require(settings.get("cache") is None, "donors reads exact runs; leave cache= out.")
     points = chosen_points(names, model, None)
     for name in points:
-        if "pos" not in hook_names.axes_of(name) or name.startswith("denoise."):
-            raise SettingError(
-                f"{name} has no value for each position, so it has no donors; take a point with a pos axis."
-            )
+        require(
+            "pos" in hook_names.axes_of(name) and not name.startswith("denoise."),
+            f"{name} has no value for each position, so it has no donors; take a point with a pos axis.",
+        )
     kept = _Kept(points=points, steps=only_steps)
     generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=kept, **settings)
     return kept.donors()
@@ -116,10 +115,10 @@ def difference_of_means(
         mean = _Mean(where=where, steps=only_steps, point=point)
         changed = [*hook_list(hooks), mean]
         generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=changed, **settings)
-        if not mean.count:
-            raise SettingError(
-                f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}."
-            )
+        require(
+            mean.count,
+            f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}.",
+        )
         found.append(mean)
     values = found[0].mean() - found[1].mean()
     return Directions(values, point, (found[0].count, found[1].count))
@@ -127,11 +126,11 @@ def difference_of_means(
 
 def refuse_canvas(model: Model, what: str) -> None:
     """Refuse a model whose rows may still run when no position is undecided: which rows count would be unknown."""
-    if model.tree.architecture.encoder:
-        raise SettingError(
-            f"{what} counts the rows that have undecided positions, and a canvas of a {model.family} model has none "
-            f"where every position is accepted; keep the values with Activations in hooks= instead."
-        )
+    require(
+        not model.tree.architecture.encoder,
+        f"{what} counts the rows that have undecided positions, and a canvas of a {model.family} model has none "
+        f"where every position is accepted; keep the values with Activations in hooks= instead.",
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -188,8 +187,7 @@ class _Kept(Reader):
 
     def donors(self) -> Donors:
         """Everything that was kept."""
-        if not self.labels:
-            raise SettingError("the runs have no position at these steps; choose others.")
+        require(self.labels, "the runs have no position at these steps; choose others.")
         values = {name: torch.cat(self.values[name]) for name in self.points}
         names = ("step", "state", "position", "kind")
         return Donors(values, *(torch.cat(self.labels[name]) for name in names))
@@ -279,14 +277,15 @@ def input_norms(
 
 
 def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
-    if not isinstance(without, MeanPlusStd | None):
-        raise SettingError(
-            f"without must be MeanPlusStd(...), whose strength is a share, or None; got {without!r:.80}."
-        )
-    if without is None and shuffled is not None:
-        raise SettingError("shuffled= moves the sinks of without=; pass without=MeanPlusStd(), or leave it out.")
-    if not runs:
-        raise SettingError("input_norms needs at least one run.")
+    require(
+        isinstance(without, MeanPlusStd | None),
+        f"without must be MeanPlusStd(...), whose strength is a share, or None; got {without!r:.80}.",
+    )
+    require(
+        without is not None or shuffled is None,
+        "shuffled= moves the sinks of without=; pass without=MeanPlusStd(), or leave it out.",
+    )
+    require(runs, "input_norms needs at least one run.")
     for run in runs:
         require_run(run, "runs")
         if run.model is not runs[0].model:
@@ -294,8 +293,10 @@ def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | 
                 f"all runs must be of one loaded model; these are of {runs[0].model.name} and {run.model.name}. Load "
                 f"it once, model = sinklens.load(...), and pass it to every sinklens.generate."
             )
-        if without is not None and run.sinks is None:
-            raise SettingError("without= reads the recorded sinks of every run; generate with record_sinks=True.")
+        require(
+            without is None or run.sinks is not None,
+            "without= reads the recorded sinks of every run; generate with record_sinks=True.",
+        )
 
 
 def _canvases(

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks
@@ -61,8 +61,7 @@ def replaced_prompts(
     Raises:
         PromptError: see `corrupted`.
     """
-    if not changes:
-        raise PromptError("changes is empty; pass the texts to replace, such as {' 6': ' 8'}.")
+    require(changes, "changes is empty; pass the texts to replace, such as {' 6': ' 8'}.", PromptError)
     prompts = ids[:, : base.prompt_length].cpu()
     for old, new in changes.items():
         prompts = _replaced(prompts, base.model, old, new)

@@ -25,7 +25,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Int
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import logit_lens
 from sinklens.runs.result import require_run
 
@@ -50,11 +50,11 @@ def step_predictions(run: "Generation") -> xr.Dataset:
             does not repeat.
     """
     require_run(run, "run")
-    if run.causal:
-        raise SettingError(
-            "an autoregressive run predicts only the next token at each step, so it has no predictions of the rest of "
-            "its answer; use a diffusion model."
-        )
+    require(
+        not run.causal,
+        "an autoregressive run predicts only the next token at each step, so it has no predictions of the rest of "
+        "its answer; use a diffusion model.",
+    )
     last, length, rows = run.model.cfg.n_layers - 1, run.canvas.shape[2], []
     for row in range(len(run.canvas)):
         lens = logit_lens(run.model, run, layers=[last], row=row, top_k=2).isel(layer=0, drop=True)
@@ -145,8 +145,10 @@ def early_exit(
     Raises:
         SettingError: a threshold out of range.
     """
-    if not all(0 < threshold <= 1 for threshold in thresholds) or not len(thresholds):
-        raise SettingError(f"thresholds are above 0 and at most 1; got {list(thresholds)}.")
+    require(
+        all(0 < threshold <= 1 for threshold in thresholds) and len(thresholds),
+        f"thresholds are above 0 and at most 1; got {list(thresholds)}.",
+    )
     texts, active = guesses(run, predictions), run.active.cpu().numpy()
     undecided = predictions["gap"].where(predictions["masked"] & predictions["answer"])
     smallest = undecided.min("pos").transpose("batch", "step").to_numpy()  # NaN where all are decided

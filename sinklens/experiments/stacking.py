@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, SettingError
+from sinklens.errors import HookFunctionError, SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -89,11 +89,11 @@ def _refuse_shared(entry: Any) -> None:
     Raises:
         SettingError: it does.
     """
-    if isinstance(entry, HookSource) and entry.changes_model:
-        raise SettingError(
-            f"{type(entry).__name__} changes the model for all rows of a batch, and here each intervention has its own "
-            f"rows; make separate runs, as sinklens.experiments.effect does."
-        )
+    require(
+        not isinstance(entry, HookSource) or not entry.changes_model,
+        f"{type(entry).__name__} changes the model for all rows of a batch, and here each intervention has its own "
+        f"rows; make separate runs, as sinklens.experiments.effect does.",
+    )
 
 
 def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 
@@ -47,11 +47,11 @@ class StepIds(NamedTuple):
             SettingError: the column holds no token at this step.
         """
         columns = self.columns(number)
-        if column not in columns:
-            raise SettingError(
-                f"position {column} does not exist at this step, is padding or is not decoded yet; choose one of "
-                f"{columns[0]} to {columns[-1]}."
-            )
+        require(
+            column in columns,
+            f"position {column} does not exist at this step, is padding or is not decoded yet; choose one of "
+            f"{columns[0]} to {columns[-1]}.",
+        )
         return columns.index(column)
 
 
@@ -64,11 +64,11 @@ def of_step(run: "Generation", step: int) -> StepIds:
         SettingError: the step did not run, or its pass saw a window of the text.
     """
     require_run(run, "run")
-    if run.settings.slides:
-        raise SettingError(
-            f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of it. "
-            f"Keep the values of the run itself with Activations or LogitLens in hooks=."
-        )
+    require(
+        not run.settings.slides,
+        f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of it. "
+        f"Keep the values of the run itself with Activations or LogitLens in hooks=.",
+    )
     step = within("step", [step], run.steps_run)[0]
     end = run.prompt_length + step if run.causal else run.canvas.shape[2]
     device = run.model.cfg.device
@@ -84,20 +84,20 @@ def exact_step(run: "Generation", step: int) -> StepIds:
         SettingError: also if the step read what an earlier one computed: keys and values under a cache policy, or the
             predictions of the step before; or if attention changes from pass to pass.
     """
-    if run.model.tree.changes_attention:
-        raise SettingError(
-            f"the attention of {run.model.family} models changes from pass to pass, and the tools that compute a step "
-            f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=."
-        )
+    require(
+        not run.model.tree.changes_attention,
+        f"the attention of {run.model.family} models changes from pass to pass, and the tools that compute a step "
+        f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=.",
+    )
     if run.key_reuse:
         raise SettingError(
             f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
             f"a canvas has other attention and other streams than the run. Analyze an exact run on the same canvases: "
             f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run."
         )
-    if run.model.tree.architecture.encoder:
-        raise SettingError(
-            f"a step of a {run.model.family} model also reads the predictions of the step before, which a separate "
-            f"pass over a canvas lacks; keep the values of the run itself with Activations in hooks=."
-        )
+    require(
+        not run.model.tree.architecture.encoder,
+        f"a step of a {run.model.family} model also reads the predictions of the step before, which a separate "
+        f"pass over a canvas lacks; keep the values of the run itself with Activations in hooks=.",
+    )
     return of_step(run, step)

@@ -21,7 +21,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import over_others
@@ -75,8 +75,9 @@ def swap(
     """
     require_run(run, "run")
     for kind in (replace, by):
-        if kind not in SWAPPED:
-            raise SettingError(f"no kind {kind!r} can be swapped; known: {', '.join(SWAPPED)}.{nearest(kind, SWAPPED)}")
+        require(
+            kind in SWAPPED, f"no kind {kind!r} can be swapped; known: {', '.join(SWAPPED)}.{nearest(kind, SWAPPED)}"
+        )
     read_as(Count, "places", places)
     known, fresh = kinds_of_vocabulary(run.model), _candidates(run, SWAPPED[by], among)
     last = run.steps_run - 1

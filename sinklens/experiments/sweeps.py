@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.effects import compare, kept_places
 from sinklens.experiments.metrics import Metric, Start, at_places, measured
 from sinklens.experiments.stacking import Repeated, Stacked
@@ -83,15 +83,14 @@ def sweep(
             have; replay with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
     """
     model = load(model)
-    if not isinstance(interventions, Mapping):
-        raise SettingError(
-            f"interventions must be a dict of names and interventions, {{'name': AblateHeads(heads=[0])}}; got "
-            f"{type(interventions).__name__}."
-        )
+    require(
+        isinstance(interventions, Mapping),
+        f"interventions must be a dict of names and interventions, {{'name': AblateHeads(heads=[0])}}; got "
+        f"{type(interventions).__name__}.",
+    )
     listed = {name: hook_list(hooks) for name, hooks in interventions.items()}
     prompts = _rows(model, prompts)
-    if not listed or not len(prompts):
-        raise SettingError("a sweep needs at least one intervention and one prompt.")
+    require(listed and len(prompts), "a sweep needs at least one intervention and one prompt.")
     request = RunRequest(
         prompts, seed, chat_template, cache=cache, record_sinks=False, progress=False, settings=settings
     )
@@ -128,19 +127,18 @@ def _check(listed: Mapping[Any, list[Any]], measures: bool, replay: bool, policy
         raise SettingError(
             f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
         )
-    if measures and policy is not None:
-        raise SettingError(
-            "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
-            "cache=."
-        )
+    require(
+        not measures or policy is None,
+        "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop cache=.",
+    )
     if measures and longer:
         raise SettingError(f"{longer[0]} makes the canvas longer, so metric= cannot compare it; sweep it without.")
     kinds = {str if isinstance(name, str) else len(name) if isinstance(name, tuple) else None for name in listed}
-    if kinds != {str} and not (measures and kinds in ({2}, {3})):
-        raise SettingError(
-            f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
-            f"step); got {next(iter(listed))!r}."
-        )
+    require(
+        kinds == {str} or (measures and kinds in ({2}, {3})),
+        f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
+        f"step); got {next(iter(listed))!r}.",
+    )
 
 
 def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:

@@ -26,7 +26,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.attribution import wide
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks.rotary import rotations
@@ -158,11 +158,11 @@ class _Read:
     def of(cls, model: "Model", given: StepIds, layer: int, head: int) -> "_Read":
         """Read the points in one pass over a row without padding."""
         refuse_indirect(model, "write_attribution")
-        if model.tree.architecture.positions:
-            raise SettingError(
-                f"write_attribution splits rotated queries and keys, and a {model.config.model_type} model adds "
-                f"learned positions to the stream; use edge_attribution."
-            )
+        require(
+            not model.tree.architecture.positions,
+            f"write_attribution splits rotated queries and keys, and a {model.config.model_type} model adds "
+            f"learned positions to the stream; use edge_attribution.",
+        )
         attn = f"blocks.{layer}.attn"
         points = ["hook_embed", f"blocks.{layer}.ln1.hook_scale"]
         points += [f"blocks.{one}.{name}" for one in range(layer) for name in ("attn.hook_z", "hook_mlp_out")]

@@ -22,10 +22,6 @@ POSITIVE = {
     "routed_scaling_factor": 2.5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 """Keys that must be numbers above 0, and an example of each."""
-OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta")
-"""Keys that must be numbers of at least 0, or null."""
-SHARES = ("partial_rotary_factor",)
-"""Keys that must be numbers above 0, at most 1."""
 REPEATED = ("num_hidden_layers", "n_layers", "n_blocks", "n_layer", "num_experts", "num_experts_per_tok")
 COUNTS = (
     *REPEATED, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -37,14 +33,6 @@ COUNTS = (
     "canvas_length", "original_max_position_embeddings",
 )  # fmt: skip
 """Keys that must be whole numbers above 0, or null."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SHAPING = (
-    *COUNTS, *SHARES, *TOKENS, *OPTIONAL, *POSITIVE, "dtype", "tie_word_embeddings", "weight_tying",
-    "attention_bias", "mlp_bias", "use_qkv_bias", "layer_types", "moe_layer_freq", "mlp_only_layers",
-    "first_k_dense_replace", "attn_pdrop", "embd_pdrop", "resid_pdrop", "num_shared_experts", "hidden_act",
-    "hidden_activation", "activation_function", "rope_type", "rope_scaling", "rope_parameters",
-)  # fmt: skip
-"""Keys on which names and shapes of weights depend, or whether a model can be built."""
 UNBUILDABLE = (AttributeError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' classes raise for values that they do not expect."""
 
@@ -223,22 +211,35 @@ def _whole(value: Any, most: float = 1e8) -> bool:
     return value is None or (type(value) is int and _number(value, most))
 
 
-WHOLE = "a whole number above 0"
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{key: (_number, f"a number above 0, such as {usual}") for key, usual in POSITIVE.items()},
-    **dict.fromkeys(OPTIONAL, (lambda value: value in (None, 0) or _number(value), "a number of at least 0, or null")),
-    **dict.fromkeys(SHARES, (lambda value: value is None or _number(value, 1.0), "a share, above 0 and at most 1")),
-    **dict.fromkeys(COUNTS, (_whole, f"{WHOLE}, at most 100,000,000")),
-    **dict.fromkeys(REPEATED, (lambda value: _whole(value, 2e3), f"{WHOLE}, at most 2,000")),
-    **dict.fromkeys(TOKENS, (lambda value: type(value) in (int, type(None)), "the id of a token")),
-    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: isinstance(value, str | None), "the name of a type")),
-    "sliding_window": (lambda value: value is False or _whole(value), WHOLE),
+    **dict.fromkeys(
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta"),
+        (lambda value: value in (None, 0) or _number(value), "a number of at least 0, or null"),
+    ),
+    "partial_rotary_factor": (lambda value: value is None or _number(value, 1.0), "a share, above 0 and at most 1"),
+    **dict.fromkeys(COUNTS, (_whole, "a whole number above 0, at most 100,000,000")),
+    **dict.fromkeys(REPEATED, (lambda value: _whole(value, 2e3), "a whole number above 0, at most 2,000")),
+    "sliding_window": (lambda value: value is False or _whole(value), "a whole number above 0"),
+    **dict.fromkeys(
+        ("bos_token_id", "pad_token_id"), (lambda value: type(value) in (int, type(None)), "the id of a token")
+    ),
     "eos_token_id": (
         lambda value: all(type(one) in (int, type(None)) for one in (value if isinstance(value, list) else [value])),
         "the id of a token, or a list",
     ),
+    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: isinstance(value, str | None), "the name of a type")),
 }
 """Key of config.json -> which values it may have, and what they are. Far above the sizes of published models."""
+
+
+SHAPING = (
+    *(key for key in RULES if key != "torch_dtype"), "tie_word_embeddings", "weight_tying", "attention_bias",
+    "mlp_bias", "use_qkv_bias", "layer_types", "moe_layer_freq", "mlp_only_layers", "first_k_dense_replace",
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "num_shared_experts", "hidden_act", "hidden_activation",
+    "activation_function", "rope_type", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""Keys on which names and shapes of weights depend, or whether a model can be built."""
 
 
 def _check_numbers(config: dict[str, Any], where: str) -> None:

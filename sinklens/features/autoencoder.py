@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 
 SAEArchitecture = Literal["standard", "topk", "jumprelu"]
 
@@ -76,17 +76,21 @@ class SparseAutoencoder:
                 f"W_enc of shape {[d_in, d_sae]} needs b_enc {[d_sae]}, W_dec {[d_sae, d_in]} and b_dec {[d_in]}; "
                 f"got {', '.join(str(list(shape)) for shape in shapes)}."
             )
-        if self.architecture not in ("standard", "topk", "jumprelu"):
-            raise SettingError(f"architecture must be 'standard', 'topk' or 'jumprelu'; got {self.architecture!r}.")
-        if self.architecture == "topk" and not (self.k and 1 <= self.k <= d_sae):
-            raise SettingError(
-                f"architecture 'topk' needs k between 1 and {d_sae}, the number of features; got {self.k}."
-            )
+        require(
+            self.architecture in ("standard", "topk", "jumprelu"),
+            f"architecture must be 'standard', 'topk' or 'jumprelu'; got {self.architecture!r}.",
+        )
+        require(
+            self.architecture != "topk" or (self.k and 1 <= self.k <= d_sae),
+            f"architecture 'topk' needs k between 1 and {d_sae}, the number of features; got {self.k}.",
+        )
         if self.architecture == "jumprelu" and (self.threshold is None or self.threshold.shape != (d_sae,)):
             given = None if self.threshold is None else list(self.threshold.shape)
             raise SettingError(f"architecture 'jumprelu' needs a threshold of shape {[d_sae]}; got {given}.")
-        if self.rescale and self.architecture != "topk":
-            raise SettingError(f"rescale belongs to architecture 'topk'; got it with {self.architecture!r}.")
+        require(
+            not self.rescale or self.architecture == "topk",
+            f"rescale belongs to architecture 'topk'; got it with {self.architecture!r}.",
+        )
 
     @property
     def d_in(self) -> int:

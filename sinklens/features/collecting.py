@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.families import settings_for
 from sinklens.features.places import Scope, ScopeReader, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
@@ -77,11 +77,11 @@ def collect(
     """
     if isinstance(prompts, str) or not len(prompts):
         raise SettingError("collect needs a list of at least one prompt.")
-    if model.tree.architecture.encoder:
-        raise SettingError(
-            f"collect needs a model with a mask token; {model.name} has a canvas of random tokens. Keep its "
-            f"activations with a hook function: generate(model, prompt, hooks=[({point!r}, function)])."
-        )
+    require(
+        not model.tree.architecture.encoder,
+        f"collect needs a model with a mask token; {model.name} has a canvas of random tokens. Keep its "
+        f"activations with a hook function: generate(model, prompt, hooks=[({point!r}, function)]).",
+    )
     listed = [prompt if isinstance(prompt, str) else np.asarray(prompt).tolist() for prompt in prompts]
     points = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
     sampler = settings_for(model, dict(settings))
@@ -108,8 +108,7 @@ def collect(
         store.append(_rows(run, kept, store.prompts_done), store.prompts_done + len(part))
         if report is not None:
             report(store.prompts_done, len(listed))
-    if not len(store):
-        raise SettingError(f"no run has a place in {scope=}, {only_steps=}, {positions=}.")
+    require(len(store), f"no run has a place in {scope=}, {only_steps=}, {positions=}.")
     return store
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import HookNameError, SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
@@ -43,11 +43,11 @@ def states_of(scope: Scope) -> tuple[str, ...]:
     """
     given = (scope,) if isinstance(scope, str) else tuple(scope)
     unknown = [name for name in given if name not in (*STATES, *NAMED)]
-    if unknown or not given:
-        raise SettingError(
-            f"scope must be one or several of {', '.join(map(repr, (*STATES, *NAMED)))}; got {scope!r}. 'committed' "
-            f"positions belong to the answer, 'decided' ones also to the prompt."
-        )
+    require(
+        not unknown and given,
+        f"scope must be one or several of {', '.join(map(repr, (*STATES, *NAMED)))}; got {scope!r}. 'committed' "
+        f"positions belong to the answer, 'decided' ones also to the prompt.",
+    )
     chosen = {state for name in given for state in NAMED.get(name, (name,))}
     return tuple(name for name in STATES if name in chosen)
 
@@ -84,11 +84,11 @@ def stream_point(model: "Model", point: str) -> str:
         raise HookNameError(f"point must be the name of one hook point; got {point!r}.")
     name = names.select(point, model.hook_names(), model.cfg.n_layers)[0]
     axes = names.axes_of(name)
-    if axes[:2] != ["batch", "pos"] or len(axes) < 3 or name.startswith("denoise."):
-        raise SettingError(
-            f"{name} has the axes {' '.join(axes)}; features need a vector at each position, as at "
-            f"blocks.0.hook_resid_post."
-        )
+    require(
+        axes[:2] == ["batch", "pos"] and len(axes) >= 3 and not name.startswith("denoise."),
+        f"{name} has the axes {' '.join(axes)}; features need a vector at each position, as at "
+        f"blocks.0.hook_resid_post.",
+    )
     return name
 
 
@@ -106,11 +106,11 @@ class InScope(OfStep):
         return cls(scope) if where is None else cls(scope) & where
 
     def start(self, now: Moment) -> Chooser:
-        if now.run.single:
-            raise SettingError(
-                f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
-                f"scope='all' with positions=."
-            )
+        require(
+            not now.run.single,
+            f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
+            f"scope='all' with positions=.",
+        )
         if states_of(self.scope) == ("masked",) and now.model.mask_token_id is None:
             raise SettingError(f"scope='masked' selects nothing: {now.model.name} has no mask token. Use 'decided'.")
         return super().start(now)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import masked_share
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
@@ -60,14 +60,15 @@ class ProbeData:
     canvases: Int[np.ndarray, "canvas pos"] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
-        if not self.values or "prompt" not in self.columns:
-            raise SettingError(
-                "probe data needs activations at one point at least, and a column 'prompt': probes are tested on "
-                "prompts that they were not fitted on."
-            )
+        require(
+            self.values and "prompt" in self.columns,
+            "probe data needs activations at one point at least, and a column 'prompt': probes are tested on "
+            "prompts that they were not fitted on.",
+        )
         sizes = {name: len(array) for name, array in {**self.values, **self.columns}.items()}
-        if len(set(sizes.values())) > 1:
-            raise SettingError(f"activations and columns must have one value for each place; got {sizes}.")
+        require(
+            len(set(sizes.values())) <= 1, f"activations and columns must have one value for each place; got {sizes}."
+        )
 
     def __len__(self) -> int:
         """Number of places."""
@@ -91,11 +92,11 @@ class ProbeData:
         Raises:
             SettingError: no column has this name.
         """
-        if name not in self.columns:
-            raise SettingError(
-                f"the places have no column {name!r}; they have {', '.join(self.columns)}. Add one with "
-                f"data.with_label({name!r}, values)."
-            )
+        require(
+            name in self.columns,
+            f"the places have no column {name!r}; they have {', '.join(self.columns)}. Add one with "
+            f"data.with_label({name!r}, values).",
+        )
         return self.columns[name]
 
     def at(self, point: str) -> Shaped[np.ndarray, "place d"]:
@@ -104,8 +105,9 @@ class ProbeData:
         Raises:
             SettingError: they were not read there.
         """
-        if point not in self.values:
-            raise SettingError(f"there are no activations at {point!r}; there are some at {', '.join(self.values)}.")
+        require(
+            point in self.values, f"there are no activations at {point!r}; there are some at {', '.join(self.values)}."
+        )
         return self.values[point]
 
     def with_label(self, name: str, values: Any) -> "ProbeData":
@@ -126,10 +128,10 @@ class ProbeData:
         elif array.ndim in (2, 3) and "column" in places:
             axes = ("prompt", "column") if array.ndim == 2 else ("prompt", "step", "column")
             index = tuple(places[axis] for axis in axes)
-            if any(int(at.max(initial=-1)) >= size for at, size in zip(index, array.shape, strict=True)):
-                raise SettingError(
-                    f"label {name!r} has shape {list(array.shape)}, and a place lies outside of [{', '.join(axes)}]."
-                )
+            require(
+                not any(int(at.max(initial=-1)) >= size for at, size in zip(index, array.shape, strict=True)),
+                f"label {name!r} has shape {list(array.shape)}, and a place lies outside of [{', '.join(axes)}].",
+            )
             found = array[index]
         else:
             raise SettingError(

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.features.probes import ProbeKind, fitted
 from sinklens.utils.arguments import Positive, read_as
@@ -87,8 +87,7 @@ def probe_table(
     from pandas import DataFrame
 
     read_as(Positive, "penalty", penalty)
-    if folds < 2 or repeats < 1:
-        raise SettingError(f"folds must be 2 or more and repeats 1 or more; got {folds} and {repeats}.")
+    require(folds >= 2 and repeats >= 1, f"folds must be 2 or more and repeats 1 or more; got {folds} and {repeats}.")
     rows = []
     for name, part in _parts(data, by):
         y, unit = part.column(label), np.unique(part.column(units), return_inverse=True)[1]

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
@@ -156,11 +156,11 @@ class Probe:
     def _stream(self) -> tuple[int, str]:
         """Layer and point of the residual stream."""
         parts = self.point.split(".")
-        if len(parts) != 3 or not parts[2].startswith("hook_resid"):
-            raise SettingError(
-                f"steering and removal act on the residual stream, and the probe reads "
-                f"{self.point or 'given vectors'}; fit one at blocks.L.hook_resid_post."
-            )
+        require(
+            len(parts) == 3 and parts[2].startswith("hook_resid"),
+            f"steering and removal act on the residual stream, and the probe reads "
+            f"{self.point or 'given vectors'}; fit one at blocks.L.hook_resid_post.",
+        )
         return int(parts[1]), parts[2]
 
 

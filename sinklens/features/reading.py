@@ -17,7 +17,7 @@ import torch
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import states_of_run, stream_point
@@ -120,8 +120,7 @@ def summarize_features(
     Raises:
         SettingError: no run, a feature that does not exist, or `top` below 1.
     """
-    if not runs or top < 1:
-        raise SettingError("summarize_features needs at least one run, and top of at least 1.")
+    require(runs and top >= 1, "summarize_features needs at least one run, and top of at least 1.")
     values = [read_features(run, sae, point).to_numpy() for run in runs]
     masks = [np.repeat(run.real.cpu().numpy()[:, None], run.steps_run, axis=1) for run in runs]
     places = _places(runs, masks)

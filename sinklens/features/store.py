@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.sinks.store import Store, reading
 from sinklens.utils.arguments import read_as
 
@@ -48,8 +48,7 @@ class ActivationStore(Store):
 
     def check(self) -> None:
         super().check()
-        if not read_as(list, "points", self.about["points"]):
-            raise SettingError("it has no points")
+        require(read_as(list, "points", self.about["points"]), "it has no points")
         read_as(str, "model", self.about["model"])
         for point in self.about["points"]:
             self.group[array_of(read_as(str, "a point", point))] if len(self) else None

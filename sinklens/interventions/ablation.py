@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
@@ -64,8 +64,10 @@ class Ablate(AtPositions):
         super().__post_init__()
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=donors(model, prompts, names).")
-        if self.reference is not None and self.by not in ("mean", "resample"):
-            raise SettingError(f"by={self.by!r} does not use reference=; pass by='mean' or by='resample', or omit it.")
+        require(
+            self.reference is None or self.by in ("mean", "resample"),
+            f"by={self.by!r} does not use reference=; pass by='mean' or by='resample', or omit it.",
+        )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         if self.by == "mean" and self.reference is None and model.causal:
@@ -151,8 +153,7 @@ def SkipLayers(part: Literal["layer", "attn", "mlp"] = "layer", **places: Any) -
     Raises:
         SettingError: an unknown part.
     """
-    if part not in PARTS:
-        raise SettingError(f"part must be one of {', '.join(PARTS)}; got {part!r}.")
+    require(part in PARTS, f"part must be one of {', '.join(PARTS)}; got {part!r}.")
     return Ablate(point=PARTS[part], by="skip" if part == "layer" else "zero", **places)
 
 
@@ -164,9 +165,9 @@ def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
     """
     real, computed = hook.forward_pass.real, hook.forward_pass.computed
     left = None if computed is None else real & ~computed.to(real.device)
-    if queries < real.shape[1] or (left is not None and bool(left.any())):
-        raise SettingError(
-            f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
-            f"some of them; pass reference=donors(model, prompts, names), or run without a cache."
-        )
+    require(
+        queries >= real.shape[1] and (left is None or not bool(left.any())),
+        f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
+        f"some of them; pass reference=donors(model, prompts, names), or run without a cache.",
+    )
     return real

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
@@ -75,10 +75,10 @@ class Remask(AtPositions):
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if run.causal or not model.family_record.masked:
-            raise SettingError(
-                f"a {model.family} model has no mask token; use ForceTokens to put tokens on the canvas."
-            )
+        require(
+            not run.causal and model.family_record.masked,
+            f"a {model.family} model has no mask token; use ForceTokens to put tokens on the canvas.",
+        )
         places = Places(self, model, run, [CANVAS])
         _refuse_prompt(self, run)
         answer = torch.arange(run.real.shape[1], device=run.real.device) >= run.prompt_length
@@ -115,11 +115,11 @@ class Renoise(AtPositions):
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if run.single or ACCEPTED not in model.hook_names():
-            raise SettingError(
-                "Renoise changes which tokens a step accepts on a canvas of random tokens; a single pass and other "
-                "models do not accept any. With a mask token, use Remask or ForceTokens."
-            )
+        require(
+            not run.single and ACCEPTED in model.hook_names(),
+            "Renoise changes which tokens a step accepts on a canvas of random tokens; a single pass and other "
+            "models do not accept any. With a mask token, use Remask or ForceTokens.",
+        )
         places, canvas = Places(self, model, run), Canvas(run)
         _refuse_prompt(self, run)
 
@@ -153,16 +153,16 @@ class Suffix(Intervention):
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Int[Tensor, "batch behind"]]:
-        if model.causal or model.block_length is not None:
-            raise SettingError(
-                f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model."
-            )
+        require(
+            not model.causal and model.block_length is None,
+            f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model.",
+        )
         added = {"prepend_bos": False} if isinstance(self.text, str) else {}
         suffix = model.encode(self.text, **added).ids
-        if model.mask_token_id in suffix.flatten().tolist():
-            raise SettingError(
-                f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace."
-            )
+        require(
+            model.mask_token_id not in suffix.flatten().tolist(),
+            f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace.",
+        )
         return ids, real, _of_rows(suffix.to(ids.device), len(ids), "Suffix.text")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
@@ -199,8 +199,7 @@ class SinkToken(AtPositions):
             _check_token(self.token, model)
             return self.token
         candidates = [*model.special_tokens["start"], *model.special_tokens["end"]]
-        if not candidates:
-            raise SettingError(f"{model.name} defines neither a start nor an end token; pass one as token=.")
+        require(candidates, f"{model.name} defines neither a start nor an end token; pass one as token=.")
         return candidates[0]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
@@ -241,10 +240,10 @@ class SinkToken(AtPositions):
 
 def _of_rows(given: Int[Tensor, "prompt n"], rows: int, name: str) -> Int[Tensor, "row n"]:
     """What is given for one prompt or for each, for all rows; copies of a batch follow each other."""
-    if rows % len(given):
-        raise SettingError(
-            f"{name} is for {len(given)} prompts, and the run has {rows} rows; pass it for one or for each."
-        )
+    require(
+        not (rows % len(given)),
+        f"{name} is for {len(given)} prompts, and the run has {rows} rows; pass it for one or for each.",
+    )
     return given.repeat(rows // len(given), 1)
 
 

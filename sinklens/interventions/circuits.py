@@ -21,7 +21,7 @@ import xarray as xr
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.paths import Changes, Receiver, Sender, named, receivers_of, refuse_indirect, senders_of
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
@@ -57,11 +57,11 @@ class KeepEdges(Intervention):
     def __post_init__(self) -> None:
         super().__post_init__()
         unknown = [axis for axis in self.kept.dims if axis not in AXES]
-        if unknown or not {"sender", "receiver"} <= set(self.kept.dims) or self.kept.dtype != bool:
-            raise SettingError(
-                f"kept must be boolean, over sender and receiver and perhaps step and pos; got {self.kept.dtype} over "
-                f"{', '.join(map(str, self.kept.dims))}."
-            )
+        require(
+            not unknown and {"sender", "receiver"} <= set(self.kept.dims) and self.kept.dtype == bool,
+            f"kept must be boolean, over sender and receiver and perhaps step and pos; got {self.kept.dtype} over "
+            f"{', '.join(map(str, self.kept.dims))}.",
+        )
 
     def acting_steps(self, steps: int) -> list[int]:
         known = sorted(self.source) if "step" not in self.kept.dims else self.kept["step"].values.tolist()
@@ -82,11 +82,11 @@ class KeepEdges(Intervention):
             if step not in cut:
                 return None
             new = self.source[step][name].to(value)
-            if new.shape[1:] != value.shape[1:] or len(new) not in (1, len(value)):
-                raise SettingError(
-                    f"{name} has shape {list(new.shape)} in the source and {list(value.shape)} here; KeepEdges needs a "
-                    f"source of the same canvases, and passes over complete canvases, without a cache."
-                )
+            require(
+                new.shape[1:] == value.shape[1:] and len(new) in (1, len(value)),
+                f"{name} has shape {list(new.shape)} in the source and {list(value.shape)} here; KeepEdges needs a "
+                f"source of the same canvases, and passes over complete canvases, without a cache.",
+            )
             return new
 
         return changes.around([(one.point, changes.sending(one, new)) for one in senders])

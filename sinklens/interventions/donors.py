@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.interventions.scores import kinds_now, states_now
@@ -59,8 +59,7 @@ class Donors:
         Raises:
             SettingError: they were not collected.
         """
-        if name not in self.values:
-            raise SettingError(f"the donors have no {name!r}; they hold {', '.join(self.values)}.")
+        require(name in self.values, f"the donors have no {name!r}; they hold {', '.join(self.values)}.")
         return self.values[name]
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext
 
@@ -58,14 +58,16 @@ class MaskedLogits(Reader):
                     here = (undecided & run.real[:, : undecided.shape[1]])[:, block.start : block.stop]
                     self.kept[hook.step or 0] = value[here].detach().float().cpu()
                 return
-            if encoder and undecided.shape != run.real.shape:
-                raise SettingError("MaskedLogits compares complete answers; run with a gen_length of one canvas.")
+            require(
+                not encoder or undecided.shape == run.real.shape,
+                "MaskedLogits compares complete answers; run with a gen_length of one canvas.",
+            )
             first = undecided.shape[1] - value.shape[1] if encoder else 0  # a canvas is the end of the text
-            if not run.causal and value.shape[1] != undecided.shape[1] - first:
-                raise SettingError(
-                    "MaskedLogits needs the logits of all masked positions; run with use_cache=False. With cached "
-                    "blocks, a step computes those of its block alone."
-                )
+            require(
+                run.causal or value.shape[1] == undecided.shape[1] - first,
+                "MaskedLogits needs the logits of all masked positions; run with use_cache=False. With cached "
+                "blocks, a step computes those of its block alone.",
+            )
             masked = value[:, 0] if run.causal else value[(undecided & run.real)[:, first:]]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.names import READ_ONLY
@@ -104,8 +104,7 @@ def steps_of_source(source: Mapping[int, Any]) -> list[int]:
             f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
             f"{type(source).__name__}. For the cache of a single pass write source={{0: cache}}."
         )
-    if not len(source):
-        raise SettingError("source holds no step; run the model that fills it first.")
+    require(len(source), "source holds no step; run the model that fills it first.")
     return sorted(source)
 
 
@@ -181,10 +180,10 @@ class _Patch:
         cache, run, axes = self._what.source[part.step], self._run, names.axes_of(part.name)
         require_columns(cache, part.name, part.step, part.columns)
         new = cache[part.name].to(here)
-        if len(new) not in (1, len(here)):
-            raise SettingError(
-                f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}."
-            )
+        require(
+            len(new) in (1, len(here)),
+            f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}.",
+        )
         new = new.expand(len(here), *new.shape[1:])
         if run.single or (run.causal and not _of_queries(part.name)):
             return new
@@ -210,11 +209,11 @@ class _Patch:
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
         if what.positions is not None and (what.source_positions is not None or new.shape[axis] != here.shape[axis]):
             new = self._moved(part, here, new, what.positions)
-        if new.shape != here.shape:
-            raise SettingError(
-                f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
-                f"different lengths pass positions= and source_positions=."
-            )
+        require(
+            new.shape == here.shape,
+            f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
+            f"different lengths pass positions= and source_positions=.",
+        )
         if part.mask is not None:
             new = torch.where(along(part.mask, name, here), new, here)
         return new if what.heads is None else torch.where(at_heads(what.heads, name, here), new, here)
@@ -255,8 +254,7 @@ def _steps_of(what: PatchHooks, points: Sequence[str], run: RunContext) -> froze
             f"Name the steps to patch (steps=), or pass a part of source."
         )
     for step in steps:
-        if step not in what.source:
-            raise SettingError(f"source holds steps {held}, but not step {step}; record it, or change steps=.")
+        require(step in what.source, f"source holds steps {held}, but not step {step}; record it, or change steps=.")
         missing = next((name for name in points if name not in what.source[step]), None)
         if missing is not None:
             raise SettingError(f"source does not hold {missing!r}; it holds {', '.join(what.source[held[0]])}.")
@@ -277,9 +275,9 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
     found = []
     for position in whole_numbers("position", positions):
         mask = place_mask([position], real)
-        if not bool(mask.any(dim=1).all()):
-            raise SettingError(
-                f"position {position} does not exist in every row; patch rows of different lengths separately."
-            )
+        require(
+            bool(mask.any(dim=1).all()),
+            f"position {position} does not exist in every row; patch rows of different lengths separately.",
+        )
         found.append(mask.long().argmax(dim=1))
     return torch.stack(found, dim=1)

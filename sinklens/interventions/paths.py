@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
@@ -184,11 +184,11 @@ def refuse_indirect(model: "Model", what: str) -> None:
     Raises:
         SettingError: its sublayers' outputs are normalized.
     """
-    if model.tree.architecture.ln1_post:
-        raise SettingError(
-            f"{model.name} normalizes what its sublayers read or write, so there is no direct path of a single head; "
-            f"{what} is not available for it."
-        )
+    require(
+        not model.tree.architecture.ln1_post,
+        f"{model.name} normalizes what its sublayers read or write, so there is no direct path of a single head; "
+        f"{what} is not available for it.",
+    )
 
 
 class Changes:
@@ -311,11 +311,11 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
     refuse_indirect(model, "PathPatch")
     for sender in senders:
         for receiver in receivers:
-            if sender.depth >= receiver.depth:
-                raise SettingError(
-                    f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
-                    f"after it, or an earlier sender."
-                )
+            require(
+                sender.depth < receiver.depth,
+                f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
+                f"after it, or an earlier sender.",
+            )
 
 
 def keeps(values: dict[str, Tensor]) -> HookFunction:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
@@ -65,8 +65,10 @@ class Hold(AtPositions):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         if run.causal:
             raise SettingError(self.needs_run)
-        if self.top_k is not None and self.point != PATTERN:
-            raise SettingError(f"top_k= holds attention to keys, at {PATTERN}; leave it out at {self.point}.")
+        require(
+            self.top_k is None or self.point == PATTERN,
+            f"top_k= holds attention to keys, at {PATTERN}; leave it out at {self.point}.",
+        )
         at = within("step", [self.at], run.steps)[0]
         kept: dict[str, tuple[tuple[range, range], Tensor, Tensor | None]] = {}
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
@@ -102,11 +102,11 @@ class Places:
                 f"same_step=True); or change keys, with AblateValues or MaskSinks."
             )
         outside = next((point for point in points or () if not point.startswith("blocks.")), None)
-        if outside is not None and chooser is not None and chooser.by_layer:
-            raise SettingError(
-                f"where= finds positions for each layer, and {outside} is in none; name a head, as in "
-                f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1."
-            )
+        require(
+            outside is None or chooser is None or not chooser.by_layer,
+            f"where= finds positions for each layer, and {outside} is in none; name a head, as in "
+            f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1.",
+        )
         self._canvas = Canvas(run)
         self._scores = StepScores(model, run, () if chooser is None else chooser.scored)
         self._choice: Choice | None = None
@@ -177,10 +177,10 @@ class Places:
         if found is None or fixed is None:
             return None
         mask = found.mask[:, layer if layer is not None and found.mask.shape[1] > 1 else 0].to(fixed.device)
-        if mask.shape[-1] not in (1, fixed.shape[-1]):
-            raise SettingError(
-                f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each."
-            )
+        require(
+            mask.shape[-1] in (1, fixed.shape[-1]),
+            f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each.",
+        )
         return mask & fixed
 
     def in_any_head(self, step: int) -> Bool[Tensor, "#batch pos"] | None:
@@ -265,11 +265,11 @@ class Places:
     ) -> KeyMask | None:
         """In a causal pass, each token keeps the keys of the step that it belongs to, even when recomputed."""
         size, width, device = spans[-1].stop, value.shape[-1], value.device
-        if reach == "all" and size < width:
-            raise SettingError(
-                "queries='all' changes what earlier tokens computed, which a key/value cache has already stored; run "
-                "with use_cache=False."
-            )
+        require(
+            reach != "all" or size >= width,
+            "queries='all' changes what earlier tokens computed, which a key/value cache has already stored; run "
+            "with use_cache=False.",
+        )
         spans = [QuerySpan(step, 0, size)] if reach == "all" else spans
         found = torch.zeros(*value.shape[:2], 1 if reach == "all" else size, width, dtype=torch.bool, device=device)
         rows = torch.zeros(len(value), found.shape[2], dtype=torch.bool, device=device)
@@ -416,11 +416,11 @@ class AtKeys(AtPositions):
         if self.where is None and self.positions is None:
             raise SettingError(f"{type(self).__name__} needs where= or positions=, the keys that it changes.")
         earlier = isinstance(self.where, Where) and not self.where.same_step
-        if self.steps is not None and earlier and set(whole_numbers("step", self.steps)) == {0}:
-            raise SettingError(
-                f"{type(self).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name "
-                f"a later step, or pass same_step=True."
-            )
+        require(
+            self.steps is None or not earlier or set(whole_numbers("step", self.steps)) != {0},
+            f"{type(self).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name "
+            f"a later step, or pass same_step=True.",
+        )
 
 
 def chosen_keys(
@@ -438,11 +438,11 @@ def chosen_keys(
     if where is None:
         number = usual if top_k is None and which.get("detector") is None else top_k
         return {"where": Where(top_k=number, positions=positions, **which)}
-    if top_k is not None or which:
-        raise SettingError(
-            f"pass one of top_k, detector and where; got where and {', '.join(['top_k', *which])}. With where=, the "
-            f"other settings belong in it: where=Where(top_k=1, pick='random')."
-        )
+    require(
+        top_k is None and not which,
+        f"pass one of top_k, detector and where; got where and {', '.join(['top_k', *which])}. With where=, the "
+        f"other settings belong in it: where=Where(top_k=1, pick='random').",
+    )
     return {"where": where, "positions": positions}
 
 

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.interventions.weights import EditWeights, WeightMatrix
 from sinklens.utils.arguments import Seed, Share
 from sinklens.utils.integers import MOST_SEED
@@ -79,8 +79,10 @@ class PruneWeights(EditWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.score == "wanda") != (self.norms is not None):
-            raise SettingError("score='wanda' and norms=sinklens.experiments.input_norms(runs) belong together.")
+        require(
+            (self.score == "wanda") == (self.norms is not None),
+            "score='wanda' and norms=sinklens.experiments.input_norms(runs) belong together.",
+        )
 
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
         scores = self._scores(matrix)

@@ -26,7 +26,7 @@ from annotated_types import Ge
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.interventions import controls
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.scores import (
@@ -85,11 +85,11 @@ class Moment:
         Raises:
             SettingError: a single pass.
         """
-        if self.run.single:
-            raise SettingError(
-                f"{self.name} finds its places in a run, which a single pass is not; use sinklens.trace or "
-                f"sinklens.generate, or pass an array."
-            )
+        require(
+            not self.run.single,
+            f"{self.name} finds its places in a run, which a single pass is not; use sinklens.trace or "
+            f"sinklens.generate, or pass an array.",
+        )
         return self.run
 
 
@@ -260,11 +260,11 @@ class OfKind(OfStep):
     def start(self, now: Moment) -> Chooser:
         names = as_tuple(self.names)
         check_only(names, "where")
-        if now.need_run().causal and {"masked", "mask"} & set(names):
-            raise SettingError(
-                f"where={self.names!r}: an autoregressive run has no masked positions; name 'prompt', 'committed' or "
-                f"a kind."
-            )
+        require(
+            not now.need_run().causal or not ({"masked", "mask"} & set(names)),
+            f"where={self.names!r}: an autoregressive run has no masked positions; name 'prompt', 'committed' or "
+            f"a kind.",
+        )
         return super().start(now)
 
     def at(self, now: Moment) -> Mask:
@@ -362,11 +362,11 @@ def _checked(values: Tensor, run: RunContext, sizes: Mapping[str, int]) -> Bool[
         SettingError: it is not boolean, an axis has another size, or it is True on padding.
     """
     shape = list(values.shape)
-    if values.dtype is not torch.bool or values.ndim != len(AXES):
-        raise SettingError(
-            f"where must be boolean, True at the places, with the axes [{', '.join(AXES)}], those that do not matter "
-            f"with size 1; got {values.dtype} of shape {shape}."
-        )
+    require(
+        values.dtype is torch.bool and values.ndim == len(AXES),
+        f"where must be boolean, True at the places, with the axes [{', '.join(AXES)}], those that do not matter "
+        f"with size 1; got {values.dtype} of shape {shape}.",
+    )
     for axis, size in zip(AXES, shape, strict=True):
         if size not in (1, sizes.get(axis, size)):
             hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
@@ -442,11 +442,11 @@ class Where(Rule):
             )
         if self.detector is not None:
             require_detector(self.detector)
-        if self.persistent and self.pick not in DRAWN:
-            raise SettingError(
-                f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
-                f"none. Leave it out."
-            )
+        require(
+            not self.persistent or self.pick in DRAWN,
+            f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
+            f"none. Leave it out.",
+        )
         check_only(as_tuple(self.only))
         _ = self.track
 
@@ -547,10 +547,10 @@ class Where(Rule):
         reach = torch.arange(keys, device=device) >= torch.tensor(starts, device=device)[:, None]
         there = (real[:, None, :keys] & reach)[:, :, None]  # [batch, layer, 1, key]
         longest = int(there.sum(dim=-1).amax(dim=0).min())
-        if self.top_k is not None and self.top_k > longest:
-            raise SettingError(
-                f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
-            )
+        require(
+            self.top_k is None or self.top_k <= longest,
+            f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many.",
+        )
         assert seen.canvas is not None, "scores belong to a canvas"
         canvas = seen.canvas.first(keys)
         allowed = there if seen.there is None else there & seen.there[:, None, None, :keys]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
@@ -72,8 +72,10 @@ class Steer(AtPositions):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         layers, directions = self.chosen_layers(model), self._of_layers(model)
         norms = directions.norm(dim=-1, keepdim=True)
-        if self.mode != "add" and bool((norms[layers] == 0).any()):
-            raise SettingError(f"mode={self.mode!r} needs a direction that is not zero.")
+        require(
+            self.mode == "add" or not bool((norms[layers] == 0).any()),
+            f"mode={self.mode!r} needs a direction that is not zero.",
+        )
 
         def steered(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
             h, c = stream.float(), float(self.coefficient)
@@ -91,6 +93,8 @@ class Steer(AtPositions):
         """The direction at each layer."""
         given = self.direction.values if isinstance(self.direction, Directions) else self.direction
         sizes = [model.cfg.n_layers, model.cfg.d_model]
-        if list(given.shape) not in (sizes, sizes[1:]):
-            raise SettingError(f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.")
+        require(
+            list(given.shape) in (sizes, sizes[1:]),
+            f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.",
+        )
         return given.detach().float().expand(*sizes)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import MATCHED, Donors, Draws
@@ -55,8 +55,10 @@ class ReplaceValues(AtKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.by == "resample") != (self.reference is not None):
-            raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
+        require(
+            (self.by == "resample") == (self.reference is not None),
+            "by='resample' and reference=donors(model, prompts, names) belong together.",
+        )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         places = Places(self, model, run, of="keys")

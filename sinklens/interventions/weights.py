@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.offload import form_of
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
@@ -87,11 +87,11 @@ class EditWeights(Intervention):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         name = type(self).__name__
-        if run.single:
-            raise SettingError(
-                f"{name} changes the model and not a point, so a single pass cannot take it as hooks; write "
-                f"`with {name}(...).applied(model):` around the pass."
-            )
+        require(
+            not run.single,
+            f"{name} changes the model and not a point, so a single pass cannot take it as hooks; write "
+            f"`with {name}(...).applied(model):` around the pass.",
+        )
         self.chosen_layers(model)
         return []
 
@@ -108,16 +108,16 @@ def weight_matrices(model: "Model", layer: int) -> Iterator[WeightMatrix]:
     writers = {f"{architecture.attn}.{architecture.o}", f"{architecture.mlp}.{architecture.down}"}
     for path, module in root.named_modules():
         form = form_of(module)
-        if form is not None:
-            raise SettingError(
-                f"{path} of layer {layer} is quantized ({form}); load the model in full precision to change its "
-                f"weights."
-            )
+        require(
+            form is None,
+            f"{path} of layer {layer} is quantized ({form}); load the model in full precision to change its weights.",
+        )
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim < 2:
                 continue
-            if weight.is_meta:
-                raise SettingError(f"{path} of layer {layer} is offloaded; load the model on one device to change it.")
+            require(
+                not weight.is_meta, f"{path} of layer {layer} is offloaded; load the model on one device to change it."
+            )
             rows = weight.data.T if type(module).__name__ == "Conv1D" else weight.data  # GPT-2 stores [in, out]
             reads = rows.shape[-1] == model.cfg.d_model and path not in writers and not name.startswith("down")
             yield WeightMatrix(".".join(part for part in (base, path, name) if part), rows, module, reads)

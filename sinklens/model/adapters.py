@@ -158,11 +158,9 @@ def _check_tied(config: dict[str, Any], found: Mapping[str, Change], empty: "Pre
     A product changes one of them, as in peft. A weight that was trained in full does so in some classes only: in
     LLaDA's, the head reads the trained embedding.
     """
-    tied = empty.all_tied_weights_keys
     saved = {one.name for change in found.values() if isinstance(change.value, Tensor) for one in change.places}
     adapted = {one.name for change in found.values() for one in change.places}
-    for target, source in tied.items():
-        pair = {target, source}
+    for pair in map(set, empty.all_tied_weights_keys.items()):
         require(
             not pair & adapted or (pair & saved in (set(), pair) and not config.get("ensure_weight_tying")),
             f"{place} adapts {' and '.join(sorted(pair & adapted))}, which config.json ties to another weight, and "
@@ -190,8 +188,11 @@ def _config(place: Path) -> dict[str, Any]:
     except (SinklensError, AttributeError, re.error) as error:
         raise _incomplete(place, error) from error
     for key, value in config.items():
-        if key not in (*_READ, *_UNUSED) and value not in _PLAIN.get(key, _EMPTY):
-            raise CheckpointError(f"{file} has {key} = {value!r}, which is not plain LoRA; merge it with peft.")
+        require(
+            key in (*_READ, *_UNUSED) or value in _PLAIN.get(key, _EMPTY),
+            f"{file} has {key} = {value!r}, which is not plain LoRA; merge it with peft.",
+            CheckpointError,
+        )
     return config
 
 

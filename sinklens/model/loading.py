@@ -382,9 +382,9 @@ def _mask_token(
         f"{listed[-1] if listed else None!r}; pass mask_token_id=, as the model card says.",
         CheckpointError,
     )
-    own = (getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
     last = vocabulary - 1 if family.mask_is_last else None
-    mask = next((token for token in (*listed, *own, last) if token is not None), None)
+    named = (*listed, getattr(tokenizer, "mask_token_id", None), family.mask_token_id, last)
+    mask = next((token for token in named if token is not None), None)
     if type(mask) is not int or not 0 <= mask < vocabulary:
         raise CheckpointError(
             f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "

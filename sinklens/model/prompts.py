@@ -401,11 +401,12 @@ def _array(given: Tensor | np.ndarray, empty: bool = False) -> Int[Tensor, "batc
         PromptError: the array is not of integers, is empty, or has more than two axes.
     """
     ids = given.as_subclass(Tensor) if isinstance(given, Tensor) else _from_numpy(given)
-    if not _is_integer(ids.dtype) or ids.ndim not in (1, 2) or len(ids) == 0 or (ids.numel() == 0 and not empty):
-        raise PromptError(
-            f"token ids must be a non-empty integer tensor [pos] or [batch, pos]; "
-            f"got {ids.dtype} of shape {list(ids.shape)}."
-        )
+    require(
+        _is_integer(ids.dtype) and ids.ndim in (1, 2) and len(ids) != 0 and (ids.numel() != 0 or empty),
+        f"token ids must be a non-empty integer tensor [pos] or [batch, pos]; "
+        f"got {ids.dtype} of shape {list(ids.shape)}.",
+        PromptError,
+    )
     return torch.atleast_2d(ids.long())
 
 

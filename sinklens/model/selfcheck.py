@@ -240,5 +240,8 @@ def _other(value: Tensor, name: str) -> Tensor:
 
 
 def _require(value: float, limit: float, what: str) -> None:
-    if not value <= limit:
-        raise SelfCheckError(f"{what} {value:.3g}; at most {limit:.3g} is allowed. The hook points cannot be trusted.")
+    require(
+        value <= limit,
+        f"{what} {value:.3g}; at most {limit:.3g} is allowed. The hook points cannot be trusted.",
+        SelfCheckError,
+    )

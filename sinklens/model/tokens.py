@@ -106,10 +106,11 @@ class TokenMethods:
 
     def _mask_token(self) -> int:
         if self.mask_token_id is None:
-            if not self.family_record.causal:
-                raise PromptError(
-                    f"{self.name} has no mask token: its canvas begins as random tokens. Take one from run.canvas."
-                )
+            require(
+                self.family_record.causal,
+                f"{self.name} has no mask token: its canvas begins as random tokens. Take one from run.canvas.",
+                PromptError,
+            )
             raise PromptError(
                 f"{self.name} is autoregressive and has no mask token; its first step sees only the prompt: "
                 f"model.to_tokens(prompt)."

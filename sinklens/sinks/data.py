@@ -28,7 +28,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import TrackError, nearest
+from sinklens.errors import TrackError, nearest, require
 from sinklens.hooks.forward_pass import MODES, Mode
 from sinklens.utils.integers import as_integer
 
@@ -56,8 +56,7 @@ class TrackData:
 
     def __init__(self, data: xr.Dataset) -> None:
         missing = [name for name in REQUIRED if name not in data]
-        if missing:
-            raise TrackError(f"this dataset is not a sink track: it lacks {', '.join(missing)}.")
+        require(not missing, f"this dataset is not a sink track: it lacks {', '.join(missing)}.", TrackError)
         self.data = data.assign_coords(
             {name: np.arange(data.sizes[name]) for name in AXES if name in data.sizes and name not in data.coords}
         )
@@ -247,16 +246,20 @@ class TrackData:
         """
         kept: dict[str, slice | list[int]] = {}
         for name, chosen in places.items():
-            if name not in ("batch", "step", "layer", "head"):
-                raise TrackError(f"a track can be cut along batch, step, layer or head; got {name!r}.")
+            require(
+                name in ("batch", "step", "layer", "head"),
+                f"a track can be cut along batch, step, layer or head; got {name!r}.",
+                TrackError,
+            )
             size = self.data.sizes[name]
             numbers = range(size)[chosen] if isinstance(chosen, slice) else np.ravel(np.asarray(chosen)).tolist()
             for place in numbers:
                 self.require(**{name: place})
-            if not numbers:
-                raise TrackError(
-                    f"{name}={chosen!r} selects no {name} of this track, which has {size}; select at least one."
-                )
+            require(
+                numbers,
+                f"{name}={chosen!r} selects no {name} of this track, which has {size}; select at least one.",
+                TrackError,
+            )
             kept[name] = chosen if isinstance(chosen, slice) else list(numbers)
         data = self.data
         if "layer" in kept and self._computed is not None:  # the other layers will be gone

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import xarray as xr
 from annotated_types import Ge, Le
+from xarray.core import indexing
 
-from sinklens.errors import SettingError, TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.data import AXES, TrackData, unmask_steps
 from sinklens.sinks.store import Checked, TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.arguments import Count, read_as
@@ -60,8 +61,10 @@ def refuse_other(path: Path) -> None:
         SettingError: `path` holds something else.
     """
     empty = path.is_file() and not path.stat().st_size  # like a new temporary file
-    if path.exists() and not empty and _format_of(path) != TrackStore.form:
-        raise SettingError(f"{path} exists and is not a sink track; choose another path.")
+    require(
+        not path.exists() or empty or _format_of(path) == TrackStore.form,
+        f"{path} exists and is not a sink track; choose another path.",
+    )
 
 
 def _format_of(path: Path) -> Any:
@@ -76,8 +79,7 @@ def _format_of(path: Path) -> Any:
 
 
 def open_dataset(path: Path) -> xr.Dataset:
-    if not path.exists():
-        raise TrackError(f"{path} does not exist; pass the path that SinkTrack.save returned.")
+    require(path.exists(), f"{path} does not exist; pass the path that SinkTrack.save returned.", TrackError)
     try:
         data = _open_store(path) if path.is_dir() else xr.open_dataset(path, engine="h5netcdf")
         if data.attrs.get("format") == TrackStore.form:
@@ -91,7 +93,8 @@ def open_dataset(path: Path) -> xr.Dataset:
         ) from error
     if data.attrs.get("format") != TrackStore.form:
         raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r:.80}).")
-    return data.copy(data={name: Checked.lazily(values.variable, path) for name, values in data.data_vars.items()})
+    checked = {name: Checked(values.variable, path) for name, values in data.data_vars.items()}
+    return data.copy(data={name: indexing.LazilyIndexedArray(values) for name, values in checked.items()})
 
 
 def _check(data: xr.Dataset) -> None:
@@ -127,8 +130,9 @@ def _open_store(path: Path) -> xr.Dataset:
     if attributes.get("format") != TrackStore.form:
         return xr.Dataset(attrs=attributes)
     store = TrackStore(path)
-    if not len(store):
-        raise TrackError(f"{path} holds no step: its run ended during the first one. Delete it and run again.")
+    require(
+        len(store), f"{path} holds no step: its run ended during the first one. Delete it and run again.", TrackError
+    )
     data = store.dataset()
     for name in data.variables:
         if lost := store.lost_chunks(str(name)):
@@ -152,8 +156,7 @@ def _unfinished(data: xr.Dataset) -> xr.Dataset:
 
 
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    if not parts:
-        raise TrackError("there are no tracks to concatenate; pass at least one.")
+    require(parts, "there are no tracks to concatenate; pass at least one.", TrackError)
     for part in parts[1:]:
         steps = min(part.sizes["step"], parts[0].sizes["step"])
         first, other = _common(parts[0], steps), _common(part, steps)

@@ -24,7 +24,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.track import SinkTrack
 
@@ -292,8 +292,7 @@ def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
     Raises:
         TrackError: an unknown `by`; or see `token_kinds`.
     """
-    if by not in ("kind", "state"):
-        raise TrackError(f"by must be 'kind' or 'state'; got {by!r}.")
+    require(by in ("kind", "state"), f"by must be 'kind' or 'state'; got {by!r}.", TrackError)
     codes, enum = (kinds(track), Kind) if by == "kind" else (states(track), PlaceState)
     return codes.to_numpy(), [code.name.lower() for code in enum if code >= 0]
 

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.data import AXES
 from sinklens.sinks.detectors import Detector, MeanPlusStd
 from sinklens.sinks.track import SinkTrack
@@ -175,8 +175,7 @@ def overlap(found: xr.DataArray, exists: xr.DataArray, along: str = "step") -> F
     Raises:
         TrackError: an unknown `along`; or `found` and `exists` do not belong together.
     """
-    if along not in ("step", "layer", "head"):
-        raise TrackError(f"along must be step, layer or head; got {along!r}.")
+    require(along in ("step", "layer", "head"), f"along must be step, layer or head; got {along!r}.", TrackError)
     found, alive = _sinks(found, exists), exists.any("pos")
     if along == "head":
         return _overlap_of_heads(found)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.steps import CANVASES, OF_RUN, refuse_existing
 from sinklens.utils.integers import as_integer
@@ -64,15 +64,19 @@ class Record:
         if not isinstance(self.patterns, Sequence) or not all(map(_is_place, self.patterns)):
             raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
-        if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):
-            raise SettingError(f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.")
-        if self.reduce is not None and (self.to is not None or not callable(self.reduce)):
-            raise SettingError(f"reduce must be a function, without to=; got {self.reduce!r} and to={self.to!r}.")
-        if self.to is not None and Path(self.to).suffix != ".zarr":
-            raise SettingError(
-                f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. For a single file, call "
-                f"run.sinks.save('sinks.nc') after the run."
-            )
+        require(
+            self.queries is None or (len(shape) == 3 and kind in (np.dtype(bool), torch.bool)),
+            f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.",
+        )
+        require(
+            self.reduce is None or (self.to is None and callable(self.reduce)),
+            f"reduce must be a function, without to=; got {self.reduce!r} and to={self.to!r}.",
+        )
+        require(
+            self.to is None or Path(self.to).suffix == ".zarr",
+            f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. For a single file, call "
+            f"run.sinks.save('sinks.nc') after the run.",
+        )
         if self.to is not None:
             refuse_existing(self.to)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.sinks.store import TrackStore, writing
 from sinklens.sinks.track import SinkTrack
 
@@ -34,8 +34,7 @@ def refuse_existing(path: str | Path) -> None:
     Raises:
         SettingError: something is.
     """
-    if Path(path).exists():
-        raise SettingError(f"{path} already exists; choose another path, or delete it.")
+    require(not Path(path).exists(), f"{path} already exists; choose another path, or delete it.")
 
 
 class Steps:

@@ -24,7 +24,7 @@ from annotated_types import Ge
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from sinklens.errors import CheckpointError, SettingError, SinklensError, TrackError
+from sinklens.errors import CheckpointError, SettingError, SinklensError, TrackError, require
 from sinklens.utils.arguments import read_as
 from sinklens.utils.documents import read_json
 
@@ -81,10 +81,9 @@ class Store:
             zarr.open_group(Path(path), mode="w-").update_attributes({"format": cls.form, "about": about, "written": 0})
         store = cls(path)
         other = [name for name in about if store.about.get(name) != about[name]]
-        if other:
-            raise SettingError(
-                f"{path} was recorded with other {', '.join(other)}; choose another path, or delete that folder."
-            )
+        require(
+            not other, f"{path} was recorded with other {', '.join(other)}; choose another path, or delete that folder."
+        )
         return store
 
     def check(self) -> None:
@@ -184,11 +183,6 @@ class Checked(BackendArray):
 
     def __init__(self, values: xr.Variable, path: Path) -> None:
         self.shape, self.dtype, self._values, self._path = values.shape, values.dtype, values, path
-
-    @classmethod
-    def lazily(cls, values: xr.Variable, path: Path) -> Any:
-        """The same variable, read when it is used."""
-        return indexing.LazilyIndexedArray(cls(values, path))
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)

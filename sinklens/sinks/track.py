@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks import files
 from sinklens.sinks.data import TrackData, Unit
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
@@ -38,11 +38,12 @@ class SinkTrack(TrackData):
         if detector is not None:
             require_detector(detector)
         found, score = (detector or EpsilonOverMean()).detect(self), self.data["score"]
-        if found.dims != score.dims or found.shape != score.shape or found.dtype != bool:
-            raise TrackError(
-                f"detect of {type(detector).__name__} returned {found.dtype} over {dict(found.sizes)}; it must return "
-                f"bool over {dict(score.sizes)}. sinklens.sinks.everywhere broadcasts values to all five axes."
-            )
+        require(
+            found.dims == score.dims and found.shape == score.shape and found.dtype == bool,
+            f"detect of {type(detector).__name__} returned {found.dtype} over {dict(found.sizes)}; it must return "
+            f"bool over {dict(score.sizes)}. sinklens.sinks.everywhere broadcasts values to all five axes.",
+            TrackError,
+        )
         return found
 
     def plot(
@@ -108,8 +109,7 @@ def build_track(
 
     axes = {name: tail for kind in BY_NAME.values() for name, tail in kind.variables.items()}
     unknown = sorted(set(recorded) - set(axes))
-    if unknown:
-        raise TrackError(f"unknown variables {', '.join(unknown)}; known: {', '.join(axes)}.")
+    require(not unknown, f"unknown variables {', '.join(unknown)}; known: {', '.join(axes)}.", TrackError)
     places = ("batch", "step", "pos")
     data = xr.Dataset(
         {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.utils.arguments import Seed, read_as
 
 Item = TypeVar("Item")
@@ -47,7 +47,6 @@ def training_set(
         SettingError: `seed` is not a seed.
     """
     seed = read_as(Seed, "seed", seed)
-    if seed == held_out_seed:
-        raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
+    require(seed != held_out_seed, f"seed {seed} is the held-out seed; train on any other seed.", TaskError)
     excluded = {identity(item) for item in held_out}
     return list(islice((item for item in stream(seed) if identity(item) not in excluded), size))

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.tasks.base import Sample, Task, check_limit, cut
 from sinklens.tasks.published import DataRow, HubSet, read_published
 from sinklens.utils.arguments import check_arguments
@@ -92,8 +92,11 @@ class Gsm8k(Task):
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        if self.shots and not self._style.shots:
-            raise TaskError(f"the examples of the style {self.style!r} are not included; set shots=0.")
+        require(
+            not self.shots or self._style.shots,
+            f"the examples of the style {self.style!r} are not included; set shots=0.",
+            TaskError,
+        )
 
     @property
     def name(self) -> str:
@@ -128,10 +131,11 @@ class Gsm8k(Task):
         if shots == 0:
             return [""] * count
         pool = _records(self.path and (self.path if self.path.is_dir() else self.path.parent), "train")
-        if len(pool) < shots:
-            raise TaskError(
-                f"shots is {shots}, but there are only {len(pool)} examples; give fewer shots or more examples."
-            )
+        require(
+            len(pool) >= shots,
+            f"shots is {shots}, but there are only {len(pool)} examples; give fewer shots or more examples.",
+            TaskError,
+        )
         written = [f"{self._style.question.format(one['question'])} {one['answer']}\n\n" for one in pool]
         rng = random.Random(FEW_SHOT_SEED)
         return ["".join(rng.sample(written, shots)) for _ in range(count)]

@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.tasks.base import Sample, Task, check_limit
 from sinklens.tasks.published import json_lines, text_lines
 
@@ -38,11 +38,12 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
     if path.suffix == ".jsonl":
         return [_prompt(entry, where) for where, entry in islice(json_lines(path), limit)]
     lines = [line for _, line in text_lines(path)]
-    if re.match(r'\s*\{.*"(prompt|question)"\s*:', lines[0]):
-        raise TaskError(
-            f"{path} contains JSON Lines but does not end in .jsonl, so it would be read as plain text; rename it to "
-            f"*.jsonl."
-        )
+    require(
+        not re.match(r'\s*\{.*"(prompt|question)"\s*:', lines[0]),
+        f"{path} contains JSON Lines but does not end in .jsonl, so it would be read as plain text; rename it to "
+        f"*.jsonl.",
+        TaskError,
+    )
     return lines[:limit]
 
 
@@ -55,11 +56,12 @@ def read_groups(path: str | Path, column: str, limit: int | None = None) -> list
     """
     check_limit(limit)
     path, found = Path(path), []
-    if path.suffix != ".jsonl":
-        raise TaskError(
-            f"{path} has no columns, so none that names the groups of its prompts; write JSON Lines (*.jsonl) with "
-            f"{column!r} in each line, or omit the group."
-        )
+    require(
+        path.suffix == ".jsonl",
+        f"{path} has no columns, so none that names the groups of its prompts; write JSON Lines (*.jsonl) with "
+        f"{column!r} in each line, or omit the group.",
+        TaskError,
+    )
     for where, entry in islice(json_lines(path), limit):
         group = entry.get(column)
         if not isinstance(group, str | int | float) or not str(group).strip():
@@ -151,8 +153,11 @@ class Prompts(Task):
         check_limit(limit)
         if self.path is None:
             raise TaskError(f"the task 'prompts' needs a file; give one (--prompts FILE) with lines such as {LINES}.")
-        if self.path.suffix != ".jsonl":
-            raise TaskError(f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.")
+        require(
+            self.path.suffix == ".jsonl",
+            f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.",
+            TaskError,
+        )
         entries = enumerate(islice(json_lines(self.path), limit))
         return [_sample(entry, where, number) for number, (where, entry) in entries]
 
@@ -187,8 +192,7 @@ def _sample(entry: Mapping[str, Any], where: str, number: int) -> Sample:
     if not isinstance(name, str) or not name:
         raise TaskError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
     prompt = _prompt(entry, where)
-    if "expected" not in entry:
-        raise TaskError(f"{where}: no 'expected'; write lines such as {LINES}.")
+    require("expected" in entry, f"{where}: no 'expected'; write lines such as {LINES}.", TaskError)
     expected = _text_or_ids(entry["expected"], "expected answer", where)
     (text, ids), (reference, expected_ids) = (
         (one, None) if isinstance(one, str) else ("", tuple(one)) for one in (prompt, expected)
@@ -197,10 +201,11 @@ def _sample(entry: Mapping[str, Any], where: str, number: int) -> Sample:
 
 
 def _prompt(entry: Mapping[str, Any], where: str) -> str | list[int]:
-    if "prompt" not in entry and "question" not in entry:
-        raise TaskError(
-            f"{where}: expected a JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}."
-        )
+    require(
+        "prompt" in entry or "question" in entry,
+        f"{where}: expected a JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}.",
+        TaskError,
+    )
     return _text_or_ids(entry["prompt"] if "prompt" in entry else entry["question"], "prompt", where)
 
 

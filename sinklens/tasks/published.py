@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.utils.documents import parse_json
 
 DataRow = Mapping[str, str]
@@ -46,10 +46,8 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
             f"could not read {path} ({error}); give a file in UTF-8 that is complete, and zipped only if its name ends "
             f"in .gz."
         ) from error
-    if len(content) > MOST_DATA:
-        raise TaskError(f"{path} holds more than {MOST_DATA:,} bytes; split it.")
-    if not text.strip():
-        raise TaskError(f"{path} is empty; write one prompt per line, or one JSON object (*.jsonl).")
+    require(len(content) <= MOST_DATA, f"{path} holds more than {MOST_DATA:,} bytes; split it.", TaskError)
+    require(text.strip(), f"{path} is empty; write one prompt per line, or one JSON object (*.jsonl).", TaskError)
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line.removesuffix("\r")
@@ -79,8 +77,7 @@ def read_file(path: Path, fields: Sequence[str]) -> list[DataRow]:
 
 def _checked(found: Mapping[str, Any], fields: Sequence[str], where: str) -> DataRow:
     missing = [name for name in fields if not isinstance(found.get(name), str)]
-    if missing:
-        raise TaskError(f"{where} has no text in {', '.join(missing)}; the task reads {', '.join(fields)}.")
+    require(not missing, f"{where} has no text in {', '.join(missing)}; the task reads {', '.join(fields)}.", TaskError)
     return {name: found[name] for name in fields}
 
 
@@ -91,10 +88,11 @@ def read_published(path: Path | None, names: tuple[str, ...], source: HubSet, fi
     if path is None:
         return read_hub(source, fields)
     files = [path / name for name in names if (path / name).is_file()] if path.is_dir() else [path]
-    if not files:
-        raise TaskError(
-            f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it."
-        )
+    require(
+        files,
+        f"{path} contains none of {', '.join(names)}; give the file itself, or the folder that contains it.",
+        TaskError,
+    )
     return read_file(files[0], fields)
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
 from sinklens.tasks.generated import first_distinct, training_set
 
@@ -197,10 +197,8 @@ def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:
     Raises:
         TaskError: `kind` has two steps or does not exist, or the range is empty.
     """
-    if kind not in RANGES:
-        raise TaskError(f"in_range has the kinds {', '.join(RANGES)}; got {kind!r}.")
-    if not 1 <= low < high:
-        raise TaskError(f"low and high must satisfy 1 <= low < high; got {low} and {high}.")
+    require(kind in RANGES, f"in_range has the kinds {', '.join(RANGES)}; got {kind!r}.", TaskError)
+    require(1 <= low < high, f"low and high must satisfy 1 <= low < high; got {low} and {high}.", TaskError)
     rng = random.Random(f"{HELD_OUT_SEED} {kind} {low} {high}")
     problems = (_drawn(rng, kind, low, high) for _ in count())
     return first_distinct(problems, attrgetter("question"), size)

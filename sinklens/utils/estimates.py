@@ -112,11 +112,11 @@ def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]
     """
     base, changed = np.asarray(base), np.asarray(changed)
     for verdicts in (base, changed):
-        if verdicts.ndim != 1 or not (verdicts.dtype == bool or not len(verdicts)):
-            raise SettingError(
-                f"paired verdicts are lists of True and False; got {verdicts.dtype} values of shape "
-                f"{list(verdicts.shape)}."
-            )
+        require(
+            verdicts.ndim == 1 and (verdicts.dtype == bool or not len(verdicts)),
+            f"paired verdicts are lists of True and False; got {verdicts.dtype} values of shape "
+            f"{list(verdicts.shape)}.",
+        )
     require(
         len(base) == len(changed) and len(base),
         f"paired verdicts need the same samples, at least one; got {len(base)} and {len(changed)}.",

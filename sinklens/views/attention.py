@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
@@ -53,8 +53,7 @@ def attention(
     for head in heads or ():
         track.require(head=head)
     chosen = [head % len(pattern) for head in (range(len(pattern)) if heads is None else heads)]
-    if not chosen:
-        raise TrackError("heads is empty; name at least one head, or give None for all.")
+    require(chosen, "heads is empty; name at least one head, or give None for all.", TrackError)
     sizes = track.data.sizes
     step, layer = step % sizes["step"], layer % sizes["layer"]
     ids = run.canvas[row, step][run.real[row] & (run.canvas[row, step] >= 0)].tolist()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.drawing import (
     axes_or_new,
     integer_steps,
@@ -151,8 +151,7 @@ def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int
     Raises:
         TrackError: `tracks` is empty.
     """
-    if not tracks:
-        raise TrackError("there is no track to draw; give at least one.")
+    require(tracks, "there is no track to draw; give at least one.", TrackError)
     figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
     named = tracks.items() if isinstance(tracks, Mapping) else (("", track) for track in tracks)
     for (title, track), ax in zip(named, axes, strict=True):

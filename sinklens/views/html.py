@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.utils.escaping import spelled
 
 if TYPE_CHECKING:
@@ -107,11 +107,12 @@ def circuitsvis() -> str:
         SinklensError: the installed package does not contain it.
     """
     file = importlib.resources.files("circuitsvis") / "dist" / "cdn" / "iife.js"
-    if not file.is_file():
-        raise SinklensError(
-            "the installed circuitsvis package has no dist/cdn/iife.js, the script that draws attention heads; "
-            "reinstall circuitsvis 1.43."
-        )
+    require(
+        file.is_file(),
+        "the installed circuitsvis package has no dist/cdn/iife.js, the script that draws attention heads; "
+        "reinstall circuitsvis 1.43.",
+        SinklensError,
+    )
     return file.read_text(encoding="utf-8").split("\n//# sourceMappingURL")[0]  # the source map is not in the page
 
 

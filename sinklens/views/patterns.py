@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.runs.result import require_run
 
@@ -109,11 +109,12 @@ def _computed(
 ) -> dict[int, Float[Tensor, "head query key"]]:
     """Patterns of the unchanged model over the step's canvas, checked against the run's scores."""
     model = run.model
-    if run.settings.slides:
-        raise TrackError(
-            f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of the "
-            f"text; record its patterns with Record(patterns=[(step, layer)])."
-        )
+    require(
+        not run.settings.slides,
+        f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of the "
+        f"text; record its patterns with Record(patterns=[(step, layer)]).",
+        TrackError,
+    )
     names = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in layers}
     ids = run.canvas[row, step][exists][None].to(model.cfg.device)
     with torch.no_grad():

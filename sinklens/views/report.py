@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import spelled
@@ -100,11 +100,11 @@ def build(material: Material, budget_mb: float | int = 15.0) -> str:
     patterns = fit_patterns(material, wanted, room - sum(map(len, scores.blocks)))
     page = _page(material, numbers, scores, patterns, wanted.left_out)
     weight = len(page.encode())
-    if weight > budget_mb * 1e6:
-        raise SettingError(
-            f"budget_mb={budget_mb} is too small: the smallest page takes {weight / 1e6:.1f} MB, {bare / 1e6:.1f} MB "
-            f"of it without any data. Give a larger budget."
-        )
+    require(
+        weight <= budget_mb * 1e6,
+        f"budget_mb={budget_mb} is too small: the smallest page takes {weight / 1e6:.1f} MB, {bare / 1e6:.1f} MB "
+        f"of it without any data. Give a larger budget.",
+    )
     return page
 
 

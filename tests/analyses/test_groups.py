@@ -25,7 +25,7 @@ def test_prompts_have_template_groups_only_if_all_are_word_problems():
     assert template_groups([[2, 5, 6]]) is None
 
 
-def test_the_share_of_prompts_that_share_a_stretch_ignores_numbers_and_what_all_have():
+def test_the_share_of_prompts_that_share_a_stretch_ignores_numbers_copies_and_what_all_have():
     head = "Answer in one word and explain nothing at all please."
     two = [
         f"The shop of {name} sells {count} red pens and blue pens each day." for name, count in (("A", 3), ("A", 14))
@@ -36,10 +36,6 @@ def test_the_share_of_prompts_that_share_a_stretch_ignores_numbers_and_what_all_
     assert sharing(["only one", other]) == 0
     assert sharing([[*range(9), 1], [*range(9), 2], [7, 7]]) == pytest.approx(2 / 3)
     assert sharing([]) == 0
-
-
-def test_copies_of_a_prompt_do_not_count_as_sharing():
-    other = "Nobody knows where the ship went after the storm had passed over the bay."
     assert sharing([other, other, "a short prompt"]) == 0
 
 

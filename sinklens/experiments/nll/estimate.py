@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import PromptError, require
 from sinklens.experiments.nll.autoregressive import score_exactly, score_forced
 from sinklens.experiments.nll.diffusion import bounds
 from sinklens.experiments.nll.hooked_pass import HookedPass, refuse_earlier
@@ -88,11 +88,11 @@ def refuse_cache(cache: Policy | str | None) -> None:
         SettingError: there is one.
     """
     policy = as_policy(cache)
-    if policy is not None:
-        raise SettingError(
-            f"{policy!r} reuses keys of earlier steps, and a likelihood is one pass without any; leave cache= out, or "
-            f"measure the policy on answers that are generated, with sinklens evaluate --cache."
-        )
+    require(
+        policy is None,
+        f"{policy!r} reuses keys of earlier steps, and a likelihood is one pass without any; leave cache= out, or "
+        f"measure the policy on answers that are generated, with sinklens evaluate --cache.",
+    )
 
 
 @in_turn
@@ -111,24 +111,23 @@ def likelihoods(
     model.tree.refuse_unusable()
     entries = tuple(hook_list(hooks))
     if model.causal:
-        if cfg_scale:
-            raise SettingError(
-                f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
-            )
+        require(
+            not cfg_scale, f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
+        )
         if entries:
             return score_forced(model, pairs, entries, rule.seed, rows)
         return score_exactly(model, pairs, rows)
-    if model.tree.changes_attention:
-        raise SettingError(
-            f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
-            f"a mode are those of model(ids, mode=...)."
-        )
+    require(
+        not model.tree.changes_attention,
+        f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
+        f"a mode are those of model(ids, mode=...).",
+    )
     noise = noise_of(model)
-    if model.tree.architecture.time and cfg_scale:
-        raise SettingError(
-            f"cfg_scale is for models without a noise schedule; no such procedure is published for {model.family} "
-            f"models. Leave it out."
-        )
+    require(
+        not model.tree.architecture.time or not cfg_scale,
+        f"cfg_scale is for models without a noise schedule; no such procedure is published for {model.family} "
+        f"models. Leave it out.",
+    )
     refuse_earlier(entries, model)
     passes = HookedPass(model, entries, cfg_scale, rule.seed, ControlLog())
     found = bounds(passes, noise, pairs, rule, rows)
@@ -153,10 +152,11 @@ def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) 
     """
     answers = list(answer) if is_several(answer) else [answer]
     prompts = list(prompt) if is_several(prompt) else [prompt] * len(answers)
-    if len(prompts) != len(answers):
-        raise PromptError(
-            f"got {len(prompts)} prompts and {len(answers)} answers; give one answer for each prompt, or one prompt."
-        )
+    require(
+        len(prompts) == len(answers),
+        f"got {len(prompts)} prompts and {len(answers)} answers; give one answer for each prompt, or one prompt.",
+        PromptError,
+    )
     found = [_pair(model, *texts, chat_template) for texts in zip(prompts, answers, strict=True)]
     for number, pair in enumerate(found):
         check_pair(model, pair, number)
@@ -192,23 +192,27 @@ def check_pair(model: Model, pair: PromptAnswer, number: int) -> None:
     Raises:
         PromptError: see `pairs_of`.
     """
-    if not pair.answer:
-        raise PromptError(f"answer {number} is empty; a likelihood needs at least one token after the prompt.")
-    if model.causal and not pair.prompt:
-        raise PromptError(
-            f"prompt {number} is empty, and {model.name} is autoregressive: its first token needs one before it. Pass "
-            f"a start token as the prompt."
-        )
-    if not model.mask_is_text and model.mask_token_id in (*pair.prompt, *pair.answer):
-        raise PromptError(
-            f"pair {number} contains the mask token ({model.mask_token_id}); pass the text without masks, which a "
-            f"likelihood draws itself."
-        )
+    require(
+        pair.answer, f"answer {number} is empty; a likelihood needs at least one token after the prompt.", PromptError
+    )
+    require(
+        not model.causal or pair.prompt,
+        f"prompt {number} is empty, and {model.name} is autoregressive: its first token needs one before it. Pass "
+        f"a start token as the prompt.",
+        PromptError,
+    )
+    require(
+        model.mask_is_text or model.mask_token_id not in (*pair.prompt, *pair.answer),
+        f"pair {number} contains the mask token ({model.mask_token_id}); pass the text without masks, which a "
+        f"likelihood draws itself.",
+        PromptError,
+    )
     length = len(pair.prompt) + len(pair.answer)
-    if length > longest(model):
-        raise PromptError(
-            f"pair {number} has {length} tokens, and {model.name} takes at most {longest(model)}. Shorten the prompt."
-        )
+    require(
+        length <= longest(model),
+        f"pair {number} has {length} tokens, and {model.name} takes at most {longest(model)}. Shorten the prompt.",
+        PromptError,
+    )
 
 
 def longest(model: Model) -> int:

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import DeviceMemoryError, HookNameError, SettingError
+from sinklens.errors import DeviceMemoryError, HookNameError, SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.hook_functions import takes_hook
@@ -150,11 +150,11 @@ class HookedPass:
             if levels is not None:
                 state.time = levels.to(canvas.device)
             seen = state.begin_step()
-            if not torch.equal(seen[:, sides[0] : sides[0] + answers.shape[1]], answers):
-                raise SettingError(
-                    "an intervention changed answer tokens of a likelihood, whose masks are drawn; restrict it to the "
-                    "prompt, or change activations."
-                )
+            require(
+                torch.equal(seen[:, sides[0] : sides[0] + answers.shape[1]], answers),
+                "an intervention changed answer tokens of a likelihood, whose masks are drawn; restrict it to the "
+                "prompt, or change activations.",
+            )
             return state.logits(seen, where, self.cfg_scale)
 
     def _state(self, canvas: Tensor, real: Tensor, prompt_length: int, counted: Tensor) -> State:
@@ -230,16 +230,16 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
         refuse_off_canvas(entry, model)
         rule = entry.rule if isinstance(entry, AtPositions) else None
         wheres = [leaf for leaf in ([] if rule is None else rule.leaves()) if isinstance(leaf, Where)]
-        if any(leaf.track is not None or not leaf.same_step for leaf in wheres):
-            raise SettingError(
-                f"{_named(entry)} acts on the sinks of the previous step or of another run, and a likelihood is one "
-                f"pass of its own: {INSTEAD}."
-            )
-        if isinstance(entry, Hold):
-            raise SettingError(
-                f"{_named(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
-                f"it in sinklens.generate."
-            )
+        require(
+            not any(leaf.track is not None or not leaf.same_step for leaf in wheres),
+            f"{_named(entry)} acts on the sinks of the previous step or of another run, and a likelihood is one "
+            f"pass of its own: {INSTEAD}.",
+        )
+        require(
+            not isinstance(entry, Hold),
+            f"{_named(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
+            f"it in sinklens.generate.",
+        )
 
 
 def _named(entry: Any) -> str:

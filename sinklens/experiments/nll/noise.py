@@ -55,7 +55,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.families.gidd import noise_shares
 from sinklens.model import Model
 from sinklens.sampling.decisions import log_linear_sigma
@@ -158,11 +158,11 @@ def every_mask(length: int) -> Masks:
     Raises:
         SettingError: there are too many.
     """
-    if length > MOST_ENUMERATED:
-        raise SettingError(
-            f"exact=True enumerates every mask, for at most {MOST_ENUMERATED} tokens (255 masks); got {length}. Leave "
-            f"it out to draw mc_num masks."
-        )
+    require(
+        length <= MOST_ENUMERATED,
+        f"exact=True enumerates every mask, for at most {MOST_ENUMERATED} tokens (255 masks); got {length}. Leave "
+        f"it out to draw mc_num masks.",
+    )
     chosen = [places for count in range(1, length + 1) for places in combinations(range(length), count)]
     masked = torch.zeros(len(chosen), length, dtype=torch.bool)
     for row, places in enumerate(chosen):
@@ -229,10 +229,10 @@ class TimedNoise(MaskNoise, ABC):
     kept: float = KEPT
 
     def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
-        if rule.exact:
-            raise SettingError(
-                "exact=True enumerates the masks of models without a noise schedule. Leave exact out and raise mc_num."
-            )
+        require(
+            not rule.exact,
+            "exact=True enumerates the masks of models without a noise schedule. Leave exact out and raise mc_num.",
+        )
         spread, parts = torch.arange(rule.batch) / rule.batch, []
         for generator in rule.generators(prompt, len(answer), block):
             start = (torch.rand(1, generator=generator, dtype=torch.float64) + spread) % 1

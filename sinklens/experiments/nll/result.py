@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.utils.estimates import Estimate
 
 ValueKind = Literal["likelihood", "bound", "estimate"]
@@ -117,10 +117,10 @@ def likelihood_difference(
 
 
 def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> None:
-    if len(first) != len(second) or not first:
-        raise SettingError(
-            f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}."
-        )
+    require(
+        len(first) == len(second) and first,
+        f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}.",
+    )
     for number, (one, two) in enumerate(zip(first, second, strict=True)):
         drawn = np.array_equal(np.isnan(one.losses), np.isnan(two.losses)) and np.array_equal(one.shares, two.shares)
         if one.tokens != two.tokens or not drawn:
