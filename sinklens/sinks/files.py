@@ -121,6 +121,9 @@ def _check(data: xr.Dataset) -> None:
     for name, (axes, kinds) in VARIABLES.items():
         if (name in data or name != "final_id") and (data[name].dims != axes or data[name].dtype.kind not in kinds):
             raise TrackError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
+    for axis, values in data.coords.items():
+        if values.dims != (axis,):
+            raise TrackError(f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")
     read_as(Annotated[int, Ge(0), Le(data.sizes["pos"])], "prompt_length", attributes["prompt_length"])
 
 

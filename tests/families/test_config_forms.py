@@ -177,7 +177,7 @@ FORMS = {
     "no partial_rotary_factor": Form(_without("partial_rotary_factor", "rotary_dim"), {"": USUAL}),
     "all of each head rotated": Form(
         _with(partial_rotary_factor=1.0),
-        {"": USUAL, "llada2": Described(rotation={"partial_rotary_factor": 1.0})},
+        {"": USUAL, "llada2": "rotary_dim = 2, but partial_rotary_factor = 1.0 of head_dim = 4 rotates 4"},
     ),
     "no rope_theta": Form(
         _without("rope_theta"),

@@ -161,16 +161,6 @@ def test_a_link_opens_for_many(lab):
             assert client.get(lab.url).status_code == client.get("/").status_code == 200
 
 
-def test_the_private_file_sends_the_token_in_a_form(raw, lab):
-    with link_file(lab.url) as file:
-        sent = dict(re.findall(r'(action|value)="([^"]*)"', file.read_text()))
-        assert "?" not in sent["action"]
-    headers = {"Origin": "null", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    answer = raw.post(sent["action"], data={"token": sent["value"]}, headers=headers)
-    assert (answer.status_code, "url=./" in answer.text) == (200, True)
-    assert raw.get("/").status_code == 200
-
-
 @pytest.mark.browser
 @pytest.mark.extended
 @pytest.mark.parametrize("way", ["file", "notebook"])
