@@ -18,7 +18,7 @@ from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card
 from sinklens.evaluation.run_memory import plan_run
-from sinklens.hooks.attention import column_sums
+from sinklens.hooks.attention import column_sums, layer_sums
 from sinklens.model.files import find_checkpoint
 
 GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
@@ -201,7 +201,8 @@ def test_no_part_of_a_tiny_model_s_plan_is_printed_as_zero(plan):
 
 
 def measured(name, sizes, batch, prompt, watch, settings, pipe):
-    """The peak of the tensors of a run, in a process of its own."""
+    """The peak of the tensors of a run in a process of its own, with small blocks of scores: a CPU takes up to 8 MiB."""
+    layer_sums.TOGETHER, column_sums.BLOCK_ELEMENTS["cpu"] = 1, 1 << 17
     model = sinklens.load(name) if isinstance(name, str) else random_model(*name, **sizes)
     ids = torch.randint(10, 60, (batch, prompt))
     hooks = [((lambda point, end=run_memory.WATCHED[one]: point.endswith(end)), lambda v, hook: None) for one in watch]
@@ -240,7 +241,8 @@ CASES = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
-def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path):
+def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_sums, "KEPT", 1)  # a CPU and a GPU collect the sums of different numbers of layers
     name, batch, prompt, watch, settings = CASES[case]
     source = name
     if not isinstance(name, str):

