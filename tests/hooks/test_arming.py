@@ -16,6 +16,7 @@ def connected(model):
 
 def test_only_points_with_hooks_are_connected():
     model, ids, in_block = random_model(), random_ids(), []
+    model(ids)  # the first pass without hooks
     assert connected(model) == (0, 0)
     with model.hooks([("blocks.1.attn.hook_q", lambda value, hook: value * 2), ("blocks.1.hook_resid_mid", print)]):
         assert connected(model) == (1, 0)
@@ -23,7 +24,6 @@ def test_only_points_with_hooks_are_connected():
         model.hook_embed.output  # noqa: B018  the model waits here
         in_block.append(connected(model))
     assert min(in_block[0]) > 10
-    assert connected(model) == (0, 0)
     assert sinklens.generate(model, ids, gen_length=4, steps=2, block_length=4).sinks is not None
     assert connected(model) == (0, 0)
 
