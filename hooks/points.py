@@ -15,7 +15,7 @@ Limitation: a trace block names its points while it runs. Whether it watches a p
 moment the forward pass reaches it, so all points are armed for it.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -61,6 +61,7 @@ class Watch:
         self.points: list[Point] = []
         self.hooked: set[Point] = set()
         self.served = False
+        self._held = Counter[Point]()  # points that `armed` blocks need
 
     def follow(self, handover: "Handover") -> None:
         """Arm all points while trace blocks of `handover` run."""
@@ -69,18 +70,21 @@ class Watch:
     def _serve(self, served: bool) -> None:
         self.served = served
         for point in self.points:
-            point.arm(served or point in self.hooked)
+            self._arm(point)
+
+    def _arm(self, point: "Point") -> None:
+        point.arm(self.served or point in self.hooked or self._held[point] > 0)
 
     def notice(self, point: "Point") -> None:
         """Arm `point`, which has a new hook."""
         self.hooked.add(point)
-        point.arm(True)
+        self._arm(point)
 
     def settle(self) -> None:
         """Disarm the points whose hooks were removed; called when a pass begins."""
         for point in [point for point in self.hooked if not point.hooked]:
             self.hooked.discard(point)
-            point.arm(self.served)
+            self._arm(point)
 
     @contextmanager
     def summing(self, sums: "LayerSums", blocks: Any) -> Iterator[None]:
@@ -97,16 +101,17 @@ class Watch:
 
     @contextmanager
     def armed(self, points: Iterable["Point"]) -> Iterator[None]:
-        """Arm `points` inside this context, whether or not they have hooks."""
-        self.settle()
-        points = [point for point in points if not point.armed]
+        """Arm `points` inside this context, whether or not they have hooks, also if one of them loses its hook."""
+        points = list(points)
+        self._held.update(points)
         for point in points:
-            point.arm(True)
+            self._arm(point)
         try:
             yield
         finally:
+            self._held.subtract(points)
             for point in points:
-                point.arm(self.served or point in self.hooked)
+                self._arm(point)
 
     def describe(self, **changes: Any) -> None:
         """Change some fields of the pass that runs."""

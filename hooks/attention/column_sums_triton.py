@@ -201,8 +201,8 @@ class _Call(NamedTuple):
     def channels(self) -> int:
         """The head width, rounded up for the tensor cores.
 
-        Rows of two-byte numbers take at least 128 bytes: with heads of 32, whose shorter rows have another layout in
-        on-chip memory, Triton 3.6 computed wrong products of bfloat16 on an H100.
+        Rows of two-byte numbers take at least 128 bytes. With heads of 32, bfloat16 failed the first-use test on an
+        H100 (Triton 3.6); the layout of its shorter rows in on-chip memory is where its code differs from wider heads.
         """
         query = self.tensors[0]
         return max(16 if query.element_size() > 2 else 64, triton.next_power_of_2(query.shape[-1]))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.hooks.points import Point
@@ -128,9 +128,9 @@ class SpliceSAE(AtPositions):
 
 
 def _fitting(new: Tensor, x: Tensor) -> Tensor:
-    require(
-        new.shape == x.shape,
-        f"the SAE returned activations of size {new.shape[-1]}, but the point has {x.shape[-1]}; use an SAE that "
-        f"was trained at this point of this model.",
-    )
+    if new.shape != x.shape:
+        raise SettingError(
+            f"the SAE returned activations of size {new.shape[-1]}, but the point has {x.shape[-1]}; use an SAE that "
+            f"was trained at this point of this model."
+        )
     return new.to(x)

@@ -180,10 +180,10 @@ class _Patch:
         cache, run, axes = self._what.source[part.step], self._run, names.axes_of(part.name)
         require_columns(cache, part.name, part.step, part.columns)
         new = cache[part.name].to(here)
-        require(
-            len(new) in (1, len(here)),
-            f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}.",
-        )
+        if len(new) not in (1, len(here)):
+            raise SettingError(
+                f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}."
+            )
         new = new.expand(len(here), *new.shape[1:])
         if run.single or (run.causal and not _of_queries(part.name)):
             return new
@@ -209,11 +209,11 @@ class _Patch:
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
         if what.positions is not None and (what.source_positions is not None or new.shape[axis] != here.shape[axis]):
             new = self._moved(part, here, new, what.positions)
-        require(
-            new.shape == here.shape,
-            f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
-            f"different lengths pass positions= and source_positions=.",
-        )
+        if new.shape != here.shape:
+            raise SettingError(
+                f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
+                f"different lengths pass positions= and source_positions=."
+            )
         if part.mask is not None:
             new = torch.where(along(part.mask, name, here), new, here)
         return new if what.heads is None else torch.where(at_heads(what.heads, name, here), new, here)

@@ -177,10 +177,10 @@ class Places:
         if found is None or fixed is None:
             return None
         mask = found.mask[:, layer if layer is not None and found.mask.shape[1] > 1 else 0].to(fixed.device)
-        require(
-            mask.shape[-1] in (1, fixed.shape[-1]),
-            f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each.",
-        )
+        if mask.shape[-1] not in (1, fixed.shape[-1]):
+            raise SettingError(
+                f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each."
+            )
         return mask & fixed
 
     def in_any_head(self, step: int) -> Bool[Tensor, "#batch pos"] | None:

@@ -140,7 +140,6 @@ def _unless_named(text: str, *families: str) -> dict[str, Described | str]:
 
 
 USUAL = Described()
-ROTATED = {"partial_rotary_factor": 0.5}
 TIED = Described(tied=True)
 UNUSED = Described(tied=True, warning="so the different value in the files is not used")
 NO_SCALING = r"config\.json has rope_scaling = .*can express only None"

@@ -100,8 +100,8 @@ for dtype in names:
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             Path("kernel.ptx").write_text(compiled.asm["ptx"])
             given = [ptxas, "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-            told = subprocess.run(given, capture_output=True, text=True, check=True).stderr
-            spilled = told.partition(" bytes spill stores")[0].rpartition(" ")[2]
+            report = subprocess.run(given, capture_output=True, text=True, check=True).stderr
+            spilled = report.partition(" bytes spill stores")[0].rpartition(" ")[2]
             print(names[dtype], width, kernel.__name__, compiled.metadata.shared, spilled, sep=",")
 """
 
