@@ -10,7 +10,6 @@ repeatable; if it cannot be written, the default tile is used and nothing is tim
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from sinklens.errors import SinklensError
 from sinklens.utils.atomic import write_file
+from sinklens.utils.folders import cache_folder
 
 LONG = 512 * 512  # scores per head; shorter calls use the default tile, at little cost
 
@@ -64,8 +64,7 @@ def fastest(place: str, tiles: Sequence[Tile], seconds: Callable[[Tile], float])
 
 def file() -> Path:
     """The file that stores the tiles."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "sinklens" / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 def _read() -> dict[str, list[int]]:

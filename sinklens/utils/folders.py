@@ -6,6 +6,7 @@ Pitfall: the check cannot see the future. A disk that fills up during the run st
 remains.
 """
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,11 @@ def check_folder(folder: str | Path, kind: FolderKind) -> None:
             SinklensError,
         )
     require_writable(folder)
+
+
+def cache_folder() -> Path:
+    """sinklens's folder in the user's cache: ``$XDG_CACHE_HOME/sinklens``, else ``~/.cache/sinklens``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinklens"
 
 
 def inside(folder: Path, name: Any) -> Path:
