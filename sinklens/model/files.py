@@ -75,16 +75,16 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
     """
     path = _shipped().get(str(name_or_path), Path(name_or_path))
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         require(
             revision is None,
-            f"revision {revision!r} applies to names on the hub, and {path} is a folder. Leave revision out.",
+            f"revision {revision!r} applies to names on the hub, and {path} is on disk. Leave revision out.",
             CheckpointError,
         )
-        return path
+        return _of_gguf(path)
     require(
         not path.is_file(),
-        f"{path} is a file; pass the folder that contains config.json and the weights.",
+        f"{path} is a file; pass the folder that contains config.json and the weights, or a GGUF file.",
         CheckpointError,
     )
     require(
@@ -101,6 +101,21 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         CheckpointError,
     )
     return _download(str(name_or_path), revision, weights)
+
+
+def _of_gguf(path: Path) -> Path:
+    """The checkpoint folder of a GGUF file, or of a folder that holds one and no other weights; else `path`."""
+    held = list(path.glob("*.gguf")) if path.is_dir() else [path]
+    if not held or any(path.glob("*.safetensors")):
+        return path
+    require(
+        len(held) == 1,
+        f"{path} holds {len(held)} GGUF files; pass the path of one of them.",
+        CheckpointError,
+    )
+    from sinklens.model.gguf import converted
+
+    return converted(held[0])
 
 
 def _download(name: str, revision: str | None, weights: bool) -> Path:

@@ -175,7 +175,7 @@ UNKNOWN = "is neither a folder nor a shipped checkpoint \\("
     [
         *((name, None, f"'{name}' {UNKNOWN}") for name in ("./nowhere", "/no/such/folder", "a/b/c", "~/models/llada")),
         ("tiny-lada", None, f"'tiny-lada' {UNKNOWN}.*Nearest: tiny-llada"),
-        (".", "v1", r"revision 'v1' applies to names on the hub, and .* is a folder"),
+        (".", "v1", r"revision 'v1' applies to names on the hub, and .* is on disk"),
         (__file__, None, r"test_files\.py is a file; pass the folder that contains config\.json"),
     ],
 )

@@ -1,0 +1,259 @@
+"""Turns a GGUF file, llama.cpp's format, into a checkpoint folder of float32 weights.
+
+A GGUF file holds metadata (settings, vocabulary, merges, chat template) and tensors, most of them quantized in blocks.
+`converted` writes what it says as config.json, safetensors and a tokenizer, and the folder is then loaded like any
+other. A setting or tensor that cannot be carried over is an error: dropping it would compute another model. The folder
+lies in the user's cache under the file's name and SHA-256, so a second load only hashes the file.
+
+In the architectures marked `paired`, llama.cpp rotates row 2i of a query or key head with row 2i + 1, and transformers
+row i with row i + d_head / 2; the rows are put in transformers' order.
+
+Failure mode: a tokenizer that splits text by a rule that is not listed here would give other tokens without an error.
+It is left out with a warning, and the model needs ``tokenizer=`` to read text.
+"""
+
+import hashlib
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+
+from sinklens.errors import CheckpointError, CheckpointWarning, require, warn_caller
+from sinklens.families.llada import CONFIG as LLADA_CONFIG
+from sinklens.families.llada import LLADA_DEFAULTS, LLADA_REQUIRED
+from sinklens.families.translation import UNBUILDABLE
+
+VERSION = 1  # of what is written; folders of another version are not reused
+MOST_READS = 2**22  # twice those for the header of Gemma, which has the largest published vocabulary
+
+
+class Architecture(NamedTuple):
+    """What llama.cpp's name of an architecture stands for.
+
+    Attributes:
+        model_type, model_class: those of the published checkpoints.
+        paired: whether neighboring rows of a head are rotated together.
+        shift: the ``diffusion.shift_logits`` that a file may have; None if it may have none.
+    """
+
+    model_type: str
+    model_class: str
+    paired: bool = False
+    shift: bool | None = None
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", paired=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "llada": Architecture("llada", "LLaDAModelLM", paired=True, shift=False),
+    "dream": Architecture("Dream", "DreamModel", shift=True),
+}
+SETTINGS = {
+    "{}.block_count": "num_hidden_layers",
+    "{}.embedding_length": "hidden_size",
+    "{}.feed_forward_length": "intermediate_size",
+    "{}.attention.head_count": "num_attention_heads",
+    "{}.attention.head_count_kv": "num_key_value_heads",
+    "{}.attention.key_length": "head_dim",
+    "{}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{}.attention.causal": "is_causal",
+    "{}.context_length": "max_position_embeddings",
+    "{}.rope.freq_base": "rope_theta",
+    "{}.vocab_size": "vocab_size",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+    "tokenizer.ggml.mask_token_id": "mask_token_id",
+}
+"""Metadata key, with a gap for the architecture -> key of config.json."""
+NAMES = {
+    "token_embd": ("model.embed_tokens", "model.transformer.wte"),
+    "output_norm": ("model.norm", "model.transformer.ln_f"),
+    "output": ("lm_head", "model.transformer.ff_out"),
+    "attn_norm": ("input_layernorm", "attn_norm"),
+    "attn_q": ("self_attn.q_proj", "q_proj"),
+    "attn_k": ("self_attn.k_proj", "k_proj"),
+    "attn_v": ("self_attn.v_proj", "v_proj"),
+    "attn_q_norm": ("self_attn.q_norm", "q_norm"),
+    "attn_k_norm": ("self_attn.k_norm", "k_norm"),
+    "attn_output": ("self_attn.o_proj", "attn_out"),
+    "ffn_norm": ("post_attention_layernorm", "ff_norm"),
+    "ffn_gate": ("mlp.gate_proj", "ff_proj"),
+    "ffn_up": ("mlp.up_proj", "up_proj"),
+    "ffn_down": ("mlp.down_proj", "ff_out"),
+}
+"""Name of a tensor without its layer -> its names in transformers and in LLaDA's checkpoints."""
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
+"""Rules for splitting text under which llama.cpp takes words of the vocabulary whole and adds the start token."""
+SPLITS = (*WHOLE_WORDS, "gpt-2", "smollm", "qwen2", "deepseek-r1-qwen")
+
+
+class _Reader(gguf.GGUFReader):
+    """The library's reader, which neither notices the end of a file nor limits what it reads."""
+
+    left = MOST_READS
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        self.left -= 1
+        found = super()._get(offset, dtype, count, override_order)
+        readable = len(found) == count and self.left and self.byte_order == "I"
+        require(readable, "it ends early, has too long lists or another byte order", ValueError)
+        return found
+
+
+def converted(file: Path, folder: Path | None = None) -> Path:
+    """The checkpoint folder of a GGUF file.
+
+    Args:
+        file: of an architecture in `ARCHITECTURES`.
+        folder: where to write it; must not exist or be empty. By default a folder in the cache of the Hugging Face
+            libraries (below ``HF_HOME``), which later calls for an equal file return as it is.
+
+    Raises:
+        CheckpointError: the file is truncated or malformed, has another architecture, or has a setting or tensor that
+            cannot be carried over; or `folder` is not empty or cannot be written.
+    """
+    from huggingface_hub import cached_assets_path
+
+    try:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        target = folder or cached_assets_path("sinklens", "gguf") / f"{file.stem[:99]}-{digest}-{VERSION}"
+        if folder is None and target.exists():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as made:
+            _convert(file, Path(made))
+            if folder is not None or not target.exists():  # else another process was quicker
+                Path(made).rename(target)
+    except CheckpointError:
+        raise
+    except (OSError, *UNBUILDABLE) as error:
+        raise CheckpointError(
+            f"{file} could not be converted ({type(error).__name__}: {error!s:.200}). It may be incomplete, download "
+            f"it again; or {folder or 'the cache'} cannot be written or is not empty."
+        ) from error
+    return target
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write a file's checkpoint into `folder`."""
+    reader = _Reader(file)
+    found = {  # 32-bit numbers as the shortest decimal that rounds to them, as in the original config.json
+        key: float(str(field.parts[-1][0])) if field.types[0] == gguf.GGUFValueType.FLOAT32 else field.contents()
+        for key, field in reader.fields.items()
+    }
+    name = found.get("general.architecture")
+    require(
+        name in ARCHITECTURES,
+        f"{file} has a model of architecture {name!r:.60}; of GGUF files, those of {', '.join(ARCHITECTURES)} can be "
+        f"loaded. Load the original checkpoint instead.",
+        CheckpointError,
+    )
+    kind, tensors = ARCHITECTURES[name], {one.name: dequantize(one.data, one.tensor_type) for one in reader.tensors}
+    config = _config(found, name, kind, tensors, file)
+    ends = [found[key] for one in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{one}_token_id") in found]
+    generation = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    save_file(_weights(tensors, kind, config), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    if "tokenizer.ggml.tokens" in found:
+        _write_tokenizer(found, file, folder)
+
+
+def _config(
+    found: dict[str, Any], name: str, kind: Architecture, tensors: dict[str, np.ndarray], file: Path
+) -> dict[str, Any]:
+    """The contents of config.json."""
+    config = {new: found[key] for old, new in SETTINGS.items() if (key := old.format(name)) in found}
+    heads = config["num_attention_heads"]
+    size = config.setdefault("head_dim", config["hidden_size"] // heads)
+    fixed = {f"{name}.attention.value_length": size, f"{name}.rope.dimension_count": size}
+    fixed |= {f"{name}.rope.scaling.type": "none", "diffusion.shift_logits": kind.shift, "general.type": "model"}
+    prefixes = (f"{name}.", "diffusion.", "split.", "general.type")
+    read = {old.format(name) for old in SETTINGS}
+    lost = [
+        f"{key} = {value!r:.40}"
+        for key, value in found.items()
+        if key.startswith(prefixes) and key not in read and fixed.get(key, ...) != value
+    ]
+    require(
+        not lost,
+        f"{file} has {', '.join(lost[:5])}, which cannot be carried over, so another model would be computed. Load the "
+        f"original checkpoint instead.",
+        CheckpointError,
+    )
+    config = {"num_key_value_heads": heads, "rope_theta": 10000.0} | config  # llama.cpp's defaults
+    config.setdefault("vocab_size", len(tensors["token_embd.weight"]))
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    factors = [float(str(factor)) for factor in tensors.pop("rope_freqs.weight", ())]
+    if factors:  # Llama 3 divides each frequency by a factor of its own, which transformers calls longrope
+        longest = config["max_position_embeddings"]
+        scaling = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": longest}
+        config["rope_scaling"] = scaling | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    if name == "llada":
+        config |= {key: LLADA_REQUIRED[key][0] for key in LLADA_DEFAULTS if key in LLADA_REQUIRED}
+        config |= {old: config[new] for old, new in LLADA_CONFIG.items()}
+    return config | {"model_type": kind.model_type, "architectures": [kind.model_class], "dtype": "float32"}
+
+
+def _weights(tensors: dict[str, np.ndarray], kind: Architecture, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors in the published checkpoints' names and order of rows."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    column = int(kind.model_type == "llada")
+    layers, weights = ("model.layers", "model.transformer.blocks")[column], {}
+    for stored, values in tensors.items():
+        parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
+        if parts is None or parts[2] not in NAMES:
+            raise ValueError(f"the tensor {stored!r:.80} has no place in the model")
+        layer, name, role = parts.groups()
+        if kind.paired and name in heads:
+            pairs = values.reshape(heads[name], -1, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        place = NAMES[name][column] if layer is None else f"{layers}.{layer}.{NAMES[name][column]}"
+        weights[f"{place}.{role}"] = torch.from_numpy(np.require(values, np.float32, "CW"))
+    return weights
+
+
+def _write_tokenizer(found: dict[str, Any], file: Path, folder: Path) -> None:
+    """Write the tokenizer as transformers reads it from the file, with what it leaves out."""
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    kind, rule = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.pre")
+    prefixed = found.get("tokenizer.ggml.add_space_prefix", True)
+    if not ((kind == "gpt2" and rule in SPLITS) or (kind == "llama" and prefixed)):
+        warn_caller(
+            f"{file}: its tokenizer ({kind!r:.40}, rule {rule!r:.40}) cannot be carried over, so the model has none. "
+            f"To read text, load it with tokenizer= that of the original checkpoint.",
+            CheckpointWarning,
+        )
+        return
+    tokens, whole = found["tokenizer.ggml.tokens"], rule in WHOLE_WORDS
+    settings: dict[str, Any] = {"add_bos_token": True} if whole else {}
+    if (mask := found.get("tokenizer.ggml.mask_token_id")) is not None:
+        settings["mask_token"] = tokens[mask]
+    try:
+        made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, **settings)
+        if rule == "smollm":
+            made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        if whole:
+            made.backend_tokenizer.model.ignore_merges = True
+        special = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
+        for token, what in zip(range(len(tokens)), found.get("tokenizer.ggml.token_type", ()), strict=False):
+            apart = what in special and made.encode(tokens[token], add_special_tokens=False) != [token]
+            require(not apart, f"it splits the special token {tokens[token]!r:.60}", ValueError)
+        made.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise CheckpointError(f"{file}: its tokenizer cannot be converted ({error!s:.200}).") from error
