@@ -29,6 +29,7 @@ from sinklens.errors import CheckpointError, CheckpointWarning, require, warn_ca
 from sinklens.families.llada import CONFIG as LLADA_CONFIG
 from sinklens.families.llada import LLADA_DEFAULTS, LLADA_REQUIRED
 from sinklens.families.translation import UNBUILDABLE
+from sinklens.utils.folders import cache_folder
 
 VERSION = 1  # of what is written; folders of another version are not reused
 MOST_READS = 2**22  # twice those for the header of Gemma, which has the largest published vocabulary
@@ -114,19 +115,17 @@ def converted(file: Path, folder: Path | None = None) -> Path:
 
     Args:
         file: of an architecture in `ARCHITECTURES`.
-        folder: where to write it; must not exist or be empty. By default a folder in the cache of the Hugging Face
-            libraries (below ``HF_HOME``), which later calls for an equal file return as it is.
+        folder: where to write it; must not exist or be empty. By default a folder in the user's cache, which later
+            calls for an equal file return as it is.
 
     Raises:
         CheckpointError: the file is truncated or malformed, has another architecture, or has a setting or tensor that
             cannot be carried over; or `folder` is not empty or cannot be written.
     """
-    from huggingface_hub import cached_assets_path
-
     try:
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        target = folder or cached_assets_path("sinklens", "gguf") / f"{file.stem[:99]}-{digest}-{VERSION}"
+        target = folder or cache_folder() / "gguf" / f"{file.stem[:99]}-{digest}-{VERSION}"
         if folder is None and target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,7 @@ def _convert(file: Path, folder: Path) -> None:
         key: float(str(field.parts[-1][0])) if field.types[0] == gguf.GGUFValueType.FLOAT32 else field.contents()
         for key, field in reader.fields.items()
     }
-    name = found.get("general.architecture")
+    name = str(found.get("general.architecture"))
     require(
         name in ARCHITECTURES,
         f"{file} has a model of architecture {name!r:.60}; of GGUF files, those of {', '.join(ARCHITECTURES)} can be "
@@ -220,7 +219,7 @@ def _weights(tensors: dict[str, np.ndarray], kind: Architecture, config: dict[st
             pairs = values.reshape(heads[name], -1, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         place = NAMES[name][column] if layer is None else f"{layers}.{layer}.{NAMES[name][column]}"
-        weights[f"{place}.{role}"] = torch.from_numpy(np.require(values, np.float32, "CW"))
+        weights[f"{place}.{role}"] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
     return weights
 
 
@@ -238,17 +237,16 @@ def _write_tokenizer(found: dict[str, Any], file: Path, folder: Path) -> None:
             CheckpointWarning,
         )
         return
-    tokens, whole = found["tokenizer.ggml.tokens"], rule in WHOLE_WORDS
-    settings: dict[str, Any] = {"add_bos_token": True} if whole else {}
-    if (mask := found.get("tokenizer.ggml.mask_token_id")) is not None:
-        settings["mask_token"] = tokens[mask]
+    tokens, mask = found["tokenizer.ggml.tokens"], found.get("tokenizer.ggml.mask_token_id")
+    settings = {"add_bos_token": True} if rule in WHOLE_WORDS else {}
     try:
         made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, **settings)
+        made.mask_token = None if mask is None else tokens[mask]
         if rule == "smollm":
             made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
                 [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
             )
-        if whole:
+        if rule in WHOLE_WORDS:
             made.backend_tokenizer.model.ignore_merges = True
         special = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
         for token, what in zip(range(len(tokens)), found.get("tokenizer.ggml.token_type", ()), strict=False):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -79,8 +78,8 @@ def write(file: Path, name: str, stored: Type = Type.F32, change: dict[str, Any]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which converted files are kept."""
-    monkeypatch.setattr(huggingface_hub, "cached_assets_path", lambda *names: tmp_path.joinpath("cache", *names))
-    return tmp_path / "cache" / "sinklens" / "gguf"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sinklens" / "gguf"
 
 
 @pytest.mark.parametrize(
