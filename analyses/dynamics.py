@@ -112,9 +112,9 @@ class Dynamics(Study):
         label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
         interval_dots(table, "measure", ax, names=MEASURES).set(xlabel=label)
         return {
-            "map": _maps(tracks),
+            "map": maps(tracks),
             "path": sink_paths(list(tracks.values())),
-            "static-moving": _still_and_moving(tracks),
+            "static-moving": still_and_moving(tracks),
             "motion": shares,
         }
 
@@ -153,7 +153,7 @@ def newest_queries(track: SinkTrack) -> SinkTrack:
     return SinkTrack(track.data.assign(score=row).isel(step=slice(1, None)))
 
 
-def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
+def maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
     """Column sums of every model; of a causal one also the mean over the queries that see the key."""
     from sinklens.views import panels, sink_map
 
@@ -165,7 +165,7 @@ def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
     return figure
 
 
-def _still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
+def still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
     """One row of panels per model: the head that moves least, and the one that moves most."""
     from sinklens.views import most_moving_head, panels, sink_map, stillest_head
 

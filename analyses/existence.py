@@ -131,8 +131,8 @@ def sink_shares(track: SinkTrack) -> xr.Dataset:
     values = [values_at(track, part) for part in found]
     data = xr.Dataset(
         {
-            "histogram": (("prompt", "unit", "bin"), np.stack([_histogram(track, unit) for unit in units], axis=1)),
-            "no_sink": (("prompt", "unit", "epsilon"), np.stack([_no_sink(track, unit) for unit in units], axis=1)),
+            "histogram": (("prompt", "unit", "bin"), np.stack([histogram_of(track, unit) for unit in units], axis=1)),
+            "no_sink": (("prompt", "unit", "epsilon"), np.stack([no_sink_of(track, unit) for unit in units], axis=1)),
             "found": (("prompt", "detector"), np.stack([_share(track, part) for part in found], axis=1)),
             "heads": (("prompt", "detector"), np.stack([_heads(track, part) for part in found], axis=1)),
             "value_ratio": (("prompt", "detector"), np.stack([part["value_ratio"] for part in values], axis=1)),
@@ -148,14 +148,14 @@ def _positions(track: SinkTrack) -> np.ndarray:
     return track.scores().notnull().sum(("step", "layer", "head", "pos")).to_numpy()
 
 
-def _histogram(track: SinkTrack, unit: Unit) -> np.ndarray:
+def histogram_of(track: SinkTrack, unit: Unit) -> np.ndarray:
     """Share of positions per bin; scores above the last edge count in the last bin."""
     scores = track.scores(unit).to_numpy() / UNITS[unit]
     counts = [np.histogram(np.minimum(row[~np.isnan(row)], BINS[-1]), BINS)[0] for row in scores]
     return np.stack(counts) / _positions(track)[:, None]
 
 
-def _no_sink(track: SinkTrack, unit: Unit) -> np.ndarray:
+def no_sink_of(track: SinkTrack, unit: Unit) -> np.ndarray:
     strength = EpsilonOverMean(unit=unit).strength(track)
     return np.stack([1 - _share(track, strength > epsilon * UNITS[unit]) for epsilon in EPSILONS], axis=1)
 

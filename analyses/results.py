@@ -50,7 +50,7 @@ def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: F
     for table_name, table in findings.tables.items():
         files.append(out / f"{name}-{table_name}.csv")
         write_file(files[-1], in_csv(table))
-    files += _draw(name, figures(findings.measured, findings.examples), out)
+    files += draw(name, figures(findings.measured, findings.examples), out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
     files.append(out / f"{name}.nc")
     write_file(files[-1], stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
@@ -77,7 +77,7 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def _draw(study: str, figures: "Mapping[str, Figure]", out: Path) -> list[Path]:
+def draw(study: str, figures: "Mapping[str, Figure]", out: Path) -> list[Path]:
     """Write every figure as PNG and SVG; equal numbers give equal bytes."""
     from matplotlib import pyplot
 

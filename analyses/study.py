@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
 StudyProgress = Callable[[str, int, int], None]
-APART = ("settings", "answers")  # options that a manifest lists elsewhere
+APART = ("settings", "answers", "shard")  # options that a manifest lists elsewhere, or that change no number
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
@@ -82,6 +82,8 @@ class Study(ABC):
         under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
         shown: index of the prompt whose run the figures show.
         answers: prompt -> expected answer, for prompts other than the shipped problems (answers.py).
+        shard: (index, number of shards): measure every n-th prompt; processes with other shards may run at once. A run
+            that leaves prompts unmeasured returns no findings.
         scored: whether "some" or "all" of the tables need right answers; empty if none does.
 
     Raises:
@@ -102,6 +104,7 @@ class Study(ABC):
     shown: int = 0
     cache: CachePolicy | None = None
     answers: dict[str, str] = field(default_factory=dict)
+    shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -222,8 +225,11 @@ class Study(ABC):
         measured, examples = {}, {}
         with _reported(self.name, progress) as report:
             for name, model, settings in zip(names, loaded, given, strict=True):
-                units = Units(folder, identities[name], len(prompts))
-                measured[name] = _grouped(self._measured(model, prompts, settings, units, report), groups)
+                units = Units(folder, identities[name], len(prompts), self.shard[0])
+                data = self._measured(model, prompts, settings, units, report)
+                if data is None:
+                    return Findings({}, {}, {}, manifest)
+                measured[name] = _grouped(data, groups)
                 example = self.example(model, prompts[self.shown], settings)
                 if example is not None:
                     examples[name] = example
@@ -233,10 +239,11 @@ class Study(ABC):
 
     def _measured(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
-    ) -> xr.Dataset:
-        """Measurements of every prompt; finished prompts are not measured again."""
+    ) -> xr.Dataset | None:
+        """Measurements of every prompt, None if other shards lack some; finished prompts are not measured again."""
+        first, parts = self.shard
         with units:
-            left = [number for number in range(len(prompts)) if number not in units.done]
+            left = [number for number in range(first, len(prompts), parts) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
             try:
                 size = self.batch if self.together else 1
@@ -246,7 +253,7 @@ class Study(ABC):
             except KeyboardInterrupt:  # possibly while units are being written
                 report(model.name, units.kept(), len(prompts))
                 raise
-            return units.dataset()
+            return units.dataset() if len(units.done) == len(prompts) else None
 
     def _manifest(
         self,
@@ -370,7 +377,7 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
 
     With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
     """
-    known = [_setting_names(model, settings) for model in models]
+    known = [setting_names(model, settings) for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:
@@ -378,7 +385,7 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
     return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
 
 
-def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
+def setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
     """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
     family = model.family_record
     chosen = settings if family.modes else {name: value for name, value in settings.items() if name != "mode"}

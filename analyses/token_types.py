@@ -74,7 +74,7 @@ class TokenTypes(Study):
         """
         from pandas import DataFrame, concat
 
-        tables = {"tokens": concat([_tokens(name, data, self.seed) for name, data in measured.items()])}
+        tables = {"tokens": concat([token_rows(name, data, self.seed) for name, data in measured.items()])}
         rows = [row for name, data in measured.items() for row in matched_rows(name, data, self.seed)]
         tables["matched"] = corrected(DataFrame(rows))
         for by in SETS:
@@ -128,10 +128,10 @@ def sinks_by_token(track: SinkTrack) -> xr.Dataset:
             f"{by}_absorption": received,
         }  # fmt: skip
     data = xr.Dataset(columns).rename(batch="prompt").drop_vars("prompt", errors="ignore").astype(np.float64)
-    return data.merge(_tokens_of_rows(track)).merge(places_of(track))
+    return data.merge(tokens_of_rows(track)).merge(places_of(track))
 
 
-def _tokens_of_rows(track: SinkTrack) -> xr.Dataset:
+def tokens_of_rows(track: SinkTrack) -> xr.Dataset:
     """``token_sinks`` and ``token_positions`` [prompt, token]; 0 for a token that only other rows have."""
     heads = track.data.sizes["layer"] * track.data.sizes["head"]
     rows = []
@@ -158,7 +158,7 @@ def _token_label(token: int, kind: str, text: str) -> str:
     return f"{token} {kind} {shown}"
 
 
-def _tokens(name: str, data: xr.Dataset, seed: int) -> "DataFrame":
+def token_rows(name: str, data: xr.Dataset, seed: int) -> "DataFrame":
     """Rows of Table 2."""
     from pandas import DataFrame
 

@@ -36,22 +36,23 @@ class Units:
         LedgerError: another process is measuring them, or the folder cannot be written.
     """
 
-    def __init__(self, out: Path | None, what: Mapping[str, Any], total: int) -> None:
+    def __init__(self, out: Path | None, what: Mapping[str, Any], total: int, shard: int = 0) -> None:
         """Units of the run that `what` describes.
 
         Args:
             out: folder of the study; None keeps the units in memory.
             what: everything that determines the numbers.
             total: number of prompts.
+            shard: the part of the prompts that this process measures.
         """
-        self.total = total
+        self.total, self._shard = total, shard
         self._run = None if out is None else LedgerRun.of(out / FOLDER, what)
         self._writer: Writer | None = None
         self._found: dict[int, xr.Dataset | str] = {}
 
     def __enter__(self) -> "Units":
         if self._run is not None:
-            self._writer = Writer(self._run.begin()).__enter__()
+            self._writer = Writer(self._run.begin(), self._shard).__enter__()
             self._found = {int(record["sample"]): record["measured"] for record in self._run.records()}
         return self
 

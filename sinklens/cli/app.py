@@ -41,6 +41,10 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
         "evaluation:evaluate",
         "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped",
     ),
+    "reproduce": (
+        "reproducing:reproduce",
+        "repeat the study of attention sinks, arXiv 2510.15731: its tables and figures beside ours, on one page",
+    ),
     "plan": (
         "planning:plan",
         "print what a run takes, from config.json alone: memory by part, time on named cards, which cards hold it",

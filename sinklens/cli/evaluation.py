@@ -32,11 +32,13 @@ class Masking:
             same throughout a run), same_kind (of token), same_mass (of attention), nearest, weakest,
             random_any (redrawn at every step, possibly among the strongest); default: no controls
         of_unmasked: for each K, also mask the sinks that the unmasked run had at the previous step; doubles the time
+        sinks_only: for each K, also mask only those of the K strongest keys that are sinks by Eq. 3
         queries: in autoregressive models: hide keys from the newest token, or from all tokens (needs --no-use-cache)
     """
 
     controls: Names = ()
     of_unmasked: bool = False
+    sinks_only: bool = False
     queries: Literal["newest", "all"] = "newest"
 
 
@@ -125,8 +127,8 @@ def evaluate(
     seed = asked.get("seed", 0)
     conditions = masking(mask_sinks, **vars(masks), seed=seed)
     shared: dict[str, Any] = {
-        "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed, "shard": _shard(shard),
-        "cache": cache, "allow_longer": allow_longer,
+        "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed,
+        "shard": shard_of(shard), "cache": cache, "allow_longer": allow_longer,
     }  # fmt: skip
     workers = OnRay(**vars(cluster)) if engine == "ray" else None
     with counting("samples", out, call) as count:
@@ -220,7 +222,7 @@ def _refuse_settings(
             )
 
 
-def _shard(text: str) -> tuple[int, int]:
+def shard_of(text: str) -> tuple[int, int]:
     number, _, parts = text.partition("/")
     require(
         number.isdecimal() and parts.isdecimal() and int(parts) >= 1,

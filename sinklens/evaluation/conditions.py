@@ -21,6 +21,7 @@ from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
+from sinklens.sinks import StrongestKeys
 from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def masking(
     *,
     queries: Reach = "newest",
     of_unmasked: bool = False,
+    sinks_only: bool = False,
     seed: int = 0,
 ) -> list[Condition]:
     """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
@@ -131,6 +133,8 @@ def masking(
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
             keys are masked at every step. Controls of the strongest keys then take those of the unmasked run.
+        sinks_only: for each K also mask only those of the K strongest keys that are sinks by Eq. 3, so that a head
+            without a sink loses nothing.
         seed: for random keys.
 
     Raises:
@@ -152,6 +156,9 @@ def masking(
         strongest = MaskSinks(top_k=count, queries=queries)
         name = _name(count, "sink", strongest)
         found.append(Condition(name, (strongest,), count, "strongest"))
+        if sinks_only:
+            detected = MaskSinks(detector=StrongestKeys(k=count, part="sink"), queries=queries)
+            found.append(Condition(f"{name}, only by Eq. 3", (detected,), count, "strongest"))
         if of_unmasked:
             found.append(Condition(f"{name} of the unmasked run", (strongest,), count, "steady", of_unmasked=True))
         found += [_control(count, name, strongest, of_unmasked, seed) for name in CONTROLS if name in controls]

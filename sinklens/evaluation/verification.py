@@ -67,6 +67,8 @@ KNOWN: dict[str, tuple[str, int | None]] = {
 }
 """Shipped model -> its `Model.fingerprint`, and how many held-out word problems it gets right; None: it writes text."""
 HELD_OUT = 500
+STAND_INS = {"gsm8k": "tiny-gsm", "humaneval": "tiny-code"}
+"""Published task -> the task that the shipped models can do."""
 
 
 def known(model: str) -> tuple[str, int | None]:
@@ -74,17 +76,17 @@ def known(model: str) -> tuple[str, int | None]:
     return next((found for name, found in KNOWN.items() if is_checkpoint(model, name)), ("", None))
 
 
-def protocol_for(model: str) -> str:
+def protocol_for(model: str, task: Literal["gsm8k", "humaneval"] = "gsm8k") -> str:
     """The protocol with which to measure `model`.
 
-    A shipped model is measured on its own word problems; others on GSM8K, with a protocol that has their score, and
-    with the study's settings if there is none.
+    A shipped model is measured on its own word problems or functions; others on the task, with a protocol that has
+    their score, and with the study's settings if there is none.
     """
     if known(model)[1] is not None:
-        return "tiny-gsm"
-    scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith("gsm8k")]
+        return STAND_INS[task]
+    scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith(task)]
     best = max(scored, key=lambda name: len(scores_of(model, name)))  # the first of those with most scores
-    return best if scores_of(model, best) else "llada-gsm8k"
+    return best if scores_of(model, best) else f"llada-{task}"
 
 
 def scores_of(model: str, protocol: str) -> tuple[Published, ...]:

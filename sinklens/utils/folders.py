@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from sinklens.errors import SinklensError, require
 
-FolderKind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
+FolderKind = Literal[
+    "an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint", "a reproduction"
+]
 MARKS: dict[FolderKind, tuple[str, ...]] = {
     "an evaluation": ("ledger.sqlite", "run-*/run.json"),  # the latter in version 0.2
     "a study": ("units/ledger.sqlite", "units/run-*/run.json"),
@@ -21,6 +23,7 @@ MARKS: dict[FolderKind, tuple[str, ...]] = {
     "a demo": ("answers.txt",),
     "a training run": ("state.pt",),
     "a checkpoint": ("config.json",),
+    "a reproduction": ("reproduce.json",),
 }
 """Kind -> patterns of files that only folders of this kind have."""
 PROBE = 512  # bytes that must fit on the disk, at least a block of it

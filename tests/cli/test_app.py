@@ -139,6 +139,10 @@ def test_what_a_command_prints(arguments, texts, capsys):
         (["analyse", "existence", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
         (["analyse", "existence", "tiny-llada", "tiny-llada"], "each model can be given only once"),
         (["analyse", "existence", "tiny-llada", "--prompts", "/no/such/file"], "could not read"),
+        (["reproduce"], "name at least one model, such as tiny-llada"),
+        (["reproduce", "tiny-llada", "--only", "fig11"], "no item is called 'fig11'; known: table1, table2,"),
+        (["reproduce", "--resume"], "sinklens-reproduce/reproduce.json cannot be read"),
+        (["reproduce", "tiny-llada", "--resume"], "--resume takes the models and options of OUT"),
     ],
 )
 def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, capsys, tmp_path, monkeypatch):
@@ -286,6 +290,7 @@ OUTS = {
     "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
     "analyse": ["analyse", "existence", "tiny-llada", "--limit", "1", "--gen-length", "4"],
     "evaluate": ["evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "4"],
+    "reproduce": ["reproduce", "tiny-llada", "--limit", "1"],
 }
 
 
@@ -363,7 +368,8 @@ def stranger(tmp_path, monkeypatch):
     """A folder with a model, a plan, a study and an evaluation of a stranger, each with a hostile name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SINKLENS_TESTS", str(tmp_path / "tests"))
-    shutil.copytree(find_checkpoint("tiny-llada"), HOSTILE)
+    for folder in (HOSTILE, f"{HOSTILE}/tiny-llada"):
+        shutil.copytree(find_checkpoint("tiny-llada"), folder)
     (tmp_path / "prompts.jsonl").write_text(
         "".join(
             json.dumps({"prompt": f"{HOSTILE} {at}", "expected": HOSTILE, "kind": f"{HOSTILE}{at}"}) + "\n"
@@ -410,6 +416,8 @@ SHORT = ["--gen-length", "4", "--steps", "2"]
                      marks=pytest.mark.extended),
         pytest.param(["analyse", "existence", HOSTILE, "tiny-llada", "--prompts", "prompts.jsonl", "--seeds", *SHORT],
                      0, marks=pytest.mark.extended),
+        pytest.param(["reproduce", f"{HOSTILE}/tiny-llada", "--only", "table1", "fig7", "--limit", "1"], 0,
+                     marks=pytest.mark.extended),
         pytest.param(["verify", HOSTILE, "--problems", "2", *SHORT, "--block-length", "4"], 1,
                      marks=pytest.mark.extended),
     ],

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 import sinklens
@@ -10,6 +11,7 @@ from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.sampling import DelayedCache, DualCache, KeepSinks, NoCache, Policy, Refresh
+from sinklens.tasks import held_out
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ from sinklens.sampling import DelayedCache, DualCache, KeepSinks, NoCache, Polic
         ({"counts": [5], "controls": ["weakest", "random"], "seed": 7},
          ["5 sinks", "5 random keys, seed 7", "5 weakest keys"]),
         ({"counts": [2], "of_unmasked": True}, ["2 sinks", "2 sinks of the unmasked run"]),
+        ({"counts": [2], "sinks_only": True}, ["2 sinks", "2 sinks, only by Eq. 3"]),
     ],
 )  # fmt: skip
 def test_the_unmasked_model_is_always_included_and_names_state_the_settings(given, names):
@@ -50,6 +53,19 @@ def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
     assert steady.hooks_for(lambda: run.sinks) == [MaskSinks(top_k=2, source=run.sinks)]
     assert in_run.hooks_for(lambda: pytest.fail("an unmasked run is not needed")) == list(in_run.hooks)
+
+
+def test_a_head_without_a_sink_loses_nothing_if_only_sinks_are_masked(tiny_llada, tiny_llama):
+    strongest, only = (condition.hooks[0] for condition in masking([2], sinks_only=True)[1:])
+    prompt = held_out(1)[0].prompt
+    for model in (tiny_llada, tiny_llama):
+        run = sinklens.generate(model, prompt, hooks=only, gen_length=6, progress=False)
+        keys, other = (one.sum("pos") for one in (only.keys(run), run.sinks.detect()))
+        assert set(np.unique(keys)) == {0, 1, 2}
+        if not model.causal:
+            np.testing.assert_array_equal(keys[:, 1:], other[:, :-1].clip(max=2))
+        both = sinklens.generate(model, prompt, hooks=strongest, gen_length=6, progress=False)
+        assert (strongest.keys(both).sum("pos")[:, 1:] == 2).all()
 
 
 def test_plain_interventions_and_policies_are_described_by_their_repr():

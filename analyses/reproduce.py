@@ -1,0 +1,302 @@
+"""The study "Attention Sinks in Diffusion Language Models" (Rulli et al., 2510.15731) in one folder.
+
+`reproduce` generates as for the paper's figures (paper.py), evaluates as for its Table 1, and writes one page on which
+every number stands beside the paper's. Both parts resume where they stopped: prompts are units of a study, answers are
+records of an evaluation.
+
+    OUT/index.html, report.md    every item: ours, the paper's, the verdict, what the paper leaves open
+    OUT/ITEM.csv, paper-ITEM.*   its numbers and its picture
+    OUT/comparisons.csv          every comparison
+    OUT/reproduce.json           what was asked, with versions and seed
+    OUT/generations              a study of each model
+    OUT/table1                   an evaluation, which `sinklens table` prints
+
+A *verdict* is given only for the models that the paper names. With the 95 % interval of the difference: "differ" if it
+excludes what the paper says, "agree" if it allows nothing else, "cannot tell" otherwise. Where the paper prints a
+number, "agree" means that the interval of the difference contains 0 with at least as many samples or generations as the
+paper has; with fewer it is "cannot tell". Table 2 has no errors; its 30 generations are taken to vary like ours.
+
+Limitation: the shipped models cannot answer GSM8K and have a context of 128 tokens. They generate at their own lengths
+and are evaluated on the problems that ship with them. These are stand-ins: they show that the measurements work, and
+give no verdict.
+"""
+
+import base64
+import json
+import math
+import platform
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.analyses.paper import CHECKPOINTS, ITEMS, Claim, PaperFigures, pictures, tables_of
+from sinklens.analyses.results import Findings, draw
+from sinklens.analyses.study import setting_names
+from sinklens.errors import nearest, require
+from sinklens.evaluation.conditions import Condition, masking
+from sinklens.evaluation.protocols import PROTOCOLS, STUDY, EvalProtocol, find_protocol, is_checkpoint
+from sinklens.evaluation.runner import evaluate
+from sinklens.evaluation.scoring import score
+from sinklens.evaluation.tables import frame
+from sinklens.evaluation.verification import STAND_INS, known, protocol_for
+from sinklens.model import load
+from sinklens.tasks.base import Task
+from sinklens.tasks.registry import reads_files
+from sinklens.tasks.word_problems import held_out
+from sinklens.utils.atomic import write_file
+from sinklens.utils.escaping import in_csv, in_markdown, spelled
+from sinklens.utils.estimates import Estimate, unpaired
+from sinklens.utils.folders import check_folder
+from sinklens.utils.versions import versions
+from sinklens.views import accuracy_curves
+from sinklens.views.html import asset, hashes
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
+
+GENERATIONS = 30
+SETTINGS = {"gen_length": 128, "steps": 128, "block_length": 32}
+MASKED = (1, 5, 10)
+CONTROLS = ("random", "same_mass")
+SYNONYMS = {"fig9": "fig3"}
+COLUMNS = ["item", "model", "what", "ours", "low", "high", "paper", "verdict"]
+STAND_IN = "a shipped model: problems that it can answer, at its own lengths; a stand-in without a verdict"
+NOT_IN_PAPER = {"paper": "", "verdict": "not in the paper"}
+COLUMNS_OF_TABLE_1 = [
+    "protocol", "model", "condition", "total", "unscored", "estimate", "low", "high", "against_unmasked_difference",
+    "against_unmasked_low", "against_unmasked_high", "against_random_difference", "against_random_low",
+    "against_random_high", "departs",
+]  # fmt: skip
+MOST_TOKENS = 5  # in Table 2
+SHOWN = 7  # rows of a model and measure on a page; the CSV has all
+STYLE = (
+    "body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
+    "table { border-collapse: collapse; display: block; overflow-x: auto; } img { max-width: 100%; }"
+    "td, th { padding: .1rem .9rem .1rem 0; text-align: left; } section { border-top: 1px solid #ccc; }"
+)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is reproduced.
+
+    Attributes:
+        models: as `sinklens.load` takes them.
+        only: names of `ITEMS`, or of `SYNONYMS`; none means all.
+        limit: the first so many generations and samples; None for 30 generations and every sample.
+        data: folder of ``test.jsonl``, ``train.jsonl`` and ``HumanEval.jsonl``; None for the hub, and for shipped
+            models the problems that ship with them.
+        sinks_only: Table 1 also under the reading of `masking`'s ``sinks_only``.
+        run_generated_code: run the programs of HumanEval, in isolation.
+        batch, seed: of runs.
+        loading: model -> keyword arguments of `sinklens.load`.
+        call: the words of the command.
+
+    Raises:
+        SettingError: no model, or an unknown item.
+    """
+
+    models: tuple[str, ...]
+    only: tuple[str, ...] = ()
+    limit: int | None = None
+    data: str | None = None
+    sinks_only: bool = False
+    run_generated_code: bool = False
+    batch: int = 5
+    seed: int = 0
+    loading: dict[str, dict[str, Any]] = field(default_factory=dict)
+    call: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.models, "name at least one model, such as tiny-llada or GSAI-ML/LLaDA-8B-Instruct.")
+        names = [*ITEMS, *SYNONYMS]
+        for name in self.only:
+            require(name in names, f"no item is called {name!r}; known: {', '.join(names)}.{nearest(name, names)}")
+
+    @property
+    def items(self) -> list[str]:
+        """The items, in the paper's order."""
+        asked = {SYNONYMS.get(name, name) for name in self.only}
+        return [name for name in ITEMS if name in asked or not asked]
+
+    @property
+    def generations(self) -> int:
+        """The number of generations."""
+        return min(self.limit or GENERATIONS, GENERATIONS)
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """Those of Table 1."""
+        return masking(MASKED, CONTROLS, sinks_only=self.sinks_only, seed=self.seed)
+
+    def tasks(self, model: str) -> Iterator[tuple[EvalProtocol, Task]]:
+        """The protocols of Table 1 for a model, each with its task."""
+        for task in STAND_INS:
+            name = f"llada-{task}" if self.data and known(model)[0] else protocol_for(model, task)  # type: ignore[arg-type]
+            protocol = find_protocol(name)
+            yield protocol, protocol.make_task(self.data if reads_files(protocol.task) else None)
+
+    def settings(self, model: str) -> dict[str, Any]:
+        """The settings of the generations of a model."""
+        return {} if known(model)[0] else SETTINGS
+
+
+def reproduce(
+    asked: Request, out: Path, shard: tuple[int, int] = (0, 1), progress: Progress | None = None
+) -> list[Path]:
+    """Measure what is missing in `out` and write the pages; see the module.
+
+    Args:
+        asked: what is reproduced.
+        out: the folder.
+        shard: (index, number of shards): measure every n-th generation and sample. Processes with other shards may run
+            at once; the pages are written by a call without shards.
+        progress: called with a label, the units done and the total.
+
+    Returns:
+        The pages; none from a shard.
+
+    Raises:
+        SinklensError: as `Study.run`, `evaluate` and `score` do.
+    """
+    check_folder(out, "a reproduction")
+    about = {"versions": versions("sinklens", "torch", "transformers"), "python": platform.python_version()}
+    write_file(out / "reproduce.json", json.dumps(asdict(asked) | about, indent=1) + "\n")
+    report, found = progress or (lambda label, done, total: None), list[Findings]()
+    for name in asked.models:
+        model = load(name, **asked.loading.get(name, {}))
+        if set(asked.items) != {"table1"}:
+            chosen = {key: value for key, value in asked.settings(name).items() if key in setting_names(model, {})}
+            chat = bool(getattr(model.tokenizer, "chat_template", None))
+            study = PaperFigures(asked.seed, asked.batch, chosen, chat, shard=shard)
+            prompts = [problem.prompt for problem in held_out(asked.generations)]
+            found.append(study.run([model], prompts, out / "generations" / model.fingerprint, report))
+        for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
+            count = partial(_count, report, name)
+            evaluate(
+                model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit, batch=asked.batch,
+                seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]), progress=count,
+            )  # fmt: skip
+    return [] if shard[1] > 1 else _written(asked, out, found, about)
+
+
+def _count(report: Progress, model: str, condition: Condition, done: int, total: int) -> None:
+    report(f"{model}: {condition.name}", done, total)
+
+
+def _written(asked: Request, out: Path, found: Sequence[Findings], about: Mapping[str, Any]) -> list[Path]:
+    """Write tables, pictures and pages."""
+    from pandas import DataFrame
+
+    measured = {name: data for one in found for name, data in one.measured.items()}
+    examples = {name: data for one in found for name, data in one.examples.items()}
+    tables = tables_of(measured, [name for name in asked.items if name != "table1"], asked.seed)
+    figures, rows = pictures(measured, examples, tables), list[dict[str, Any]]()
+    if "table1" in asked.items:
+        if asked.run_generated_code:
+            score(out / "table1", data=asked.data)
+        table = frame(out / "table1")
+        tables = {"table1": table[[name for name in table if name not in ("speed", "per_second")]], **tables}
+        rows += [_of_accuracy(row) for _, row in table[table["pick"].isin(["", "strongest"])].iterrows()]
+        if (table["total"] > 0).any():
+            figures["table1"] = accuracy_curves(table[table["total"] > 0])
+    rows += [row for name in tables if name != "table1" for row in _claims(name, tables[name], measured)]
+    compared = DataFrame(rows, columns=COLUMNS).drop_duplicates()
+    for name, table in {**tables, "comparisons": compared}.items():
+        write_file(out / f"{name}.csv", in_csv(table))
+    drawn = {file.stem.removeprefix("paper-"): file for file in draw("paper", figures, out) if file.suffix == ".png"}
+    sections = [_section(name, tables[name], compared[compared["item"] == name], drawn) for name in asked.items]
+    shown = {
+        "call": shlex.join(["sinklens", *asked.call]), "seed": asked.seed, "about": about, "sections": sections,
+        "generations": asked.generations, "settings": {name: asked.settings(name) or STAND_IN for name in asked.models},
+        "style": STYLE,
+        "policy": f"default-src 'none'; style-src {hashes([STYLE])}; img-src data:",
+    }  # fmt: skip
+    pages = {"index.html": (True, spelled), "report.md": (False, in_markdown)}
+    for name, (html, escape) in pages.items():
+        write_file(out / name, _page(f"reproduction{Path(name).suffix}", html, escape).render(shown))
+    return [out / name for name in pages]
+
+
+def _page(template: str, html: bool, escape: Callable[[str], str]) -> Any:
+    from jinja2 import Environment, StrictUndefined
+
+    def shown(value: Any) -> Any:
+        return escape(value) if type(value) is str else value
+
+    environment = Environment(autoescape=html, undefined=StrictUndefined, finalize=shown, trim_blocks=True)
+    return environment.from_string(asset(template))
+
+
+def _section(name: str, table: "DataFrame", compared: "DataFrame", drawn: Mapping[str, Path]) -> dict[str, Any]:
+    """What the pages show of an item."""
+    columns = COLUMNS_OF_TABLE_1 if name == "table1" else [column for column in table if column not in ("id", "kind")]
+    groups = [column for column in ("protocol", "model", "condition", "measure") if column in table]
+    rows = table.groupby(groups, sort=False).head(MOST_TOKENS if name == "table2" else SHOWN)[columns]
+    image = base64.b64encode(drawn[name].read_bytes()).decode() if name in drawn else ""
+    return {
+        "name": name, "item": ITEMS[name], "columns": columns,
+        "rows": [list(map(_text, row)) for row in rows.to_numpy()],
+        "compared": [list(map(_text, row)) for row in compared.drop(columns="item").to_numpy()],
+        "heads": COLUMNS[1:], "picture": drawn[name].name if name in drawn else "", "image": image,
+    }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.3f}".removesuffix(".000")
+    return str(value)
+
+
+def _of_accuracy(row: "Series") -> dict[str, Any]:
+    """The comparison of a row of Table 1."""
+    listed = PROTOCOLS[row["protocol"]].published if row["protocol"] in PROTOCOLS else ()
+    same = [one for one in listed if is_checkpoint(row["checkpoint"], one.model) and one.source == STUDY]
+    printed = next((one for one in same if one.masked == row["masked"] and "," not in row["condition"]), None)
+    if printed is None or printed.accuracy is None:
+        return {"item": "table1", "model": row["model"], "what": "", **NOT_IN_PAPER}
+    ours = Estimate(row["estimate"], row["low"], row["high"], row["total"])
+    gap, departs = unpaired(printed.accuracy, ours), row["departs"] or "" if ours.n else "no program was run"
+    return {
+        "item": "table1", "model": row["model"], "what": f"{row['protocol']}, {row['condition']}",
+        "ours": ours.value, "low": ours.low, "high": ours.high, "paper": f"{printed.score:.2f}",
+        "verdict": f"cannot tell: {departs}" if departs else
+        _verdict("equals", gap.low, gap.high, bool(ours.n >= printed.accuracy.n)),
+    }  # fmt: skip
+
+
+def _claims(item: str, table: "DataFrame", models: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The comparisons of an item with every model: one for each claim about it. Other models have no verdict."""
+    for model in models:
+        named = next((name for name, checkpoint in CHECKPOINTS.items() if is_checkpoint(model, checkpoint)), "")
+        made = [claim for claim in ITEMS[item].claims if (named in claim.models if named else claim.side != "equals")]
+        for claim in made:
+            found = _judged(claim, table[table["model"] == model])
+            yield {"item": item, "model": model, **found, **({} if named else NOT_IN_PAPER)}
+        if not made:
+            nothing = {"verdict": "cannot tell: the paper prints no number and no statement"} if named else NOT_IN_PAPER
+            yield {"item": item, "model": model, "what": "", "paper": "", **nothing}
+
+
+def _judged(claim: Claim, rows: "DataFrame") -> dict[str, Any]:
+    for column, label in {"measure": claim.measure, **claim.where}.items():
+        rows = rows[rows[column] == label]
+    value, low, high, count = rows.iloc[0][["estimate", "low", "high", "prompts"]] if len(rows) else (0.0, 0.0, 0.0, 0)
+    what = ", ".join([claim.measure, *map(str, claim.where.values())])
+    paper = f"{claim.number:g}" if claim.side == "equals" else f"{claim.side} {claim.number:g}"
+    widened = math.sqrt(2) if claim.side == "equals" else 1.0  # the paper's generations vary, too
+    near, far = (value - claim.number + widened * (limit - value) for limit in (low, high))
+    verdict = _verdict(claim.side, near, far, bool(count >= GENERATIONS))
+    return {"what": what, "ours": value, "low": low, "high": high, "paper": paper, "verdict": verdict}
+
+
+def _verdict(side: str, low: float, high: float, enough: bool) -> str:
+    """The verdict by the interval of a value minus what the paper says."""
+    above, below = low > 0, high < 0
+    agrees = {"above": above, "below": below, "equals": enough and low <= 0 <= high}[side]
+    differs = {"above": high <= 0, "below": low >= 0, "equals": above or below}[side]
+    return f"{'agree' if agrees else 'differ' if differs else 'cannot tell'}: difference [{low:+.3f}, {high:+.3f}]"
