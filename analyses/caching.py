@@ -36,7 +36,7 @@ from sinklens.analyses.nulls import rates
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import SINK, Study, dot_panels
 from sinklens.interventions import MaskedLogits
-from sinklens.interventions.controls import largest, nearest, rest_of, same_kind, same_mass
+from sinklens.interventions.controls import largest, nearest, of_mass, rest_of, same_kind
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs.result import Generation
 from sinklens.sampling import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
@@ -339,7 +339,7 @@ def _all_sets(
     return {
         "sink": sinks,
         "sink_of_kind": same_kind(mass, of_kind, sinks, kind),  # as many of each kind, the strongest first
-        "same_mass": same_mass(order, mass, sinks, rest),
+        "same_mass": of_mass(order, mass, sinks, rest),
         "same_kind": of_kind,
         "nearest": nearest(mass, sinks, rest),
         "random": largest(order, rest, sinks.sum(dim=-1, keepdim=True)),

@@ -8,8 +8,8 @@ only an autoregressive model has). They can be the unchanged run's (*steady*) or
 masked key then counts as weak at the next step and is spared). Or the first tokens of the text are masked, whatever
 their score. And in an autoregressive model they can be hidden from the newest query alone, or from all queries, which
 changes what earlier tokens computed. This study masks by every definition that a model has, with 1 and 5 keys per head.
-The controls of each mask weaker random keys of the same head by the same definition, the same ones at every step: as
-many, and as many as receive the attention of the strongest. First tokens have only the former: the latter would match
+The controls of each mask random keys by the same definition, the same ones at every step: as many weaker ones of the
+same head, and keys of any head that are no sinks and receive the attention of the strongest. First tokens have only the former: the latter would match
 the strongest keys.
 
 Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
@@ -47,7 +47,7 @@ DEFINITIONS = {
 }
 REACHES = {"newest": "hidden from the newest query", "all": "hidden from all queries"}
 DRAWN: tuple[Pick, ...] = ("random", "same_mass")
-CONTROLS = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
+CONTROLS = {"random": "random weaker keys", "same_mass": "random keys that are no sinks, with as much attention"}
 PICKS = {"strongest": "these keys", **CONTROLS}
 TOP_K = (1, 5)
 MEASURES = {

@@ -126,9 +126,9 @@ def masking(
         counts: values of K. "unmasked" is always included as the baseline.
         controls: for each K also mask other keys, in the same heads and steps, as many unless stated otherwise:
             "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind",
-            those with the same kinds of token; "same_mass", those that together receive the attention of the
-            strongest; "nearest", the nearest positions; "weakest"; "random_any", drawn at every step and possibly among
-            the strongest.
+            those with the same kinds of token; "same_mass", those that are no sinks and together receive the attention
+            of a layer's strongest; "nearest", the nearest positions; "weakest"; "random_any", drawn at every step and
+            possibly among the strongest.
         queries: as in `MaskSinks`.
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such

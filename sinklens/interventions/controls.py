@@ -4,8 +4,11 @@
 contain a key that they control for. *Order*: random numbers per head; the keys with the largest are taken first, so an
 order that does not change between steps gives keys that do not change either.
 
-Limitation: a head with one dominant key has no other key of the same mass. `same_mass` then takes many keys, all of
-the rest in the extreme, and `same_kind` takes fewer where the rest has too few of a kind.
+`same_mass` is drawn over the heads of a layer together, from keys that are no sinks: a head with one dominant key has
+too little other attention of its own to match it.
+
+Limitation: `same_mass` takes all such keys of a layer where its sinks hold more than half of the attention, and
+`same_kind` takes fewer where the rest has too few of a kind.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.runs.intervention import RunContext
+from sinklens.sinks.detectors import EpsilonOverMean
 
 Pick = Literal["strongest", "weakest", "random", "random_any", "same_mass", "same_kind", "nearest"]
 PICKS: tuple[Pick, ...] = get_args(Pick)
@@ -46,7 +50,25 @@ def largest(
     return none.scatter(-1, places, wanted.expand_as(places)) & allowed
 
 
-def same_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKeys:
+def same_mass(
+    order: KeyScores,
+    scores: KeyScores,
+    found: ChosenKeys,
+    allowed: ChosenKeys,
+    there: Bool[Tensor, "*#batch #head key"],
+) -> ChosenKeys:
+    """Allowed keys that are no sinks (Eq. 3, ε = 3), over all heads of a layer, with the summed score of `found`.
+
+    Args:
+        there: the keys that exist.
+    """
+    total, number = (scores * there).sum(dim=-1, keepdim=True), there.sum(dim=-1, keepdim=True)
+    no_sink = scores - (total - scores) / (number - 1) <= EpsilonOverMean().epsilon
+    flat = (part.flatten(2) for part in (order, scores, found, allowed & ~found & no_sink))
+    return of_mass(*flat).view_as(found)
+
+
+def of_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKeys:
     """Keys of the rest in descending `order`, as many as bring their summed score nearest to that of `found`."""
     places = order.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     mass = (scores * rest).gather(-1, places)

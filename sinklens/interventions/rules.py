@@ -400,7 +400,8 @@ class Where(Rule):
             "weakest": as many of the weakest;
             "random": as many random keys that are weaker than all of the strongest;
             "random_any": as many random keys of any strength, possibly the strongest themselves;
-            "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
+            "same_mass": random keys that are no sinks by Eq. 3, over all heads of a layer, as many as together receive
+            the attention of the strongest;
             "same_kind": for each of the strongest a random key of that rest with the same kind of token;
             "nearest": for each of the strongest the nearest position of that rest.
         only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
@@ -567,19 +568,20 @@ class Where(Rule):
             found = detected(self.detector, known, seen, run, canvas) & allowed
         if self.pick == "strongest":
             return found
-        taken = self._control(scores, found, allowed, run, canvas, step, list(seen.scores))
+        taken = self._control(scores, found, allowed, there, run, canvas, step, list(seen.scores), heads)
         if self.pick in ("weakest", "random_any"):
             taken = taken & attends
         if counted is not None:
             of_heads = slice(None) if heads is None else list(heads)
-            requested, picked = (part[:, :, of_heads].sum(dim=-1).flatten(1) for part in (found, taken))
-            short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
-            counted.add(requested, picked, short)
+            requested, picked = (part[:, :, of_heads].sum(dim=-1) for part in (found, taken))
+            none = (picked.sum(dim=-1, keepdim=True) == 0) & (requested > 0)  # in any head of the layer
+            short = none if self.pick == "same_mass" else picked < requested
+            counted.add(*(part.flatten(1) for part in (requested, picked, short)))
         return taken
 
     def _control(
-        self, scores: Tensor, found: Tensor, allowed: Tensor, run: RunContext, canvas: Snapshot, step: int,
-        layers: list[int],
+        self, scores: Tensor, found: Tensor, allowed: Tensor, there: Tensor, run: RunContext, canvas: Snapshot,
+        step: int, layers: list[int], heads: Sequence[int] | None,
     ) -> Bool[Tensor, "batch layer head key"]:  # fmt: skip
         """The control of the strongest keys `found`."""
         number, rest = found.sum(dim=-1, keepdim=True), controls.rest_of(scores, found, allowed)
@@ -589,7 +591,10 @@ class Where(Rule):
             return controls.nearest(scores, found, rest)
         order = controls.random_order(scores, run, self.seed, None if self.persistent else step, layers)
         if self.pick == "same_mass":
-            return controls.same_mass(order, scores, found, rest)
+            free = torch.zeros_like(found)
+            among = list(range(found.shape[2]) if heads is None else heads)
+            free[:, :, among] = allowed.expand_as(found)[:, :, among]
+            return controls.same_mass(order, scores, found & free, free, there)
         if self.pick == "same_kind":
             kinds = kinds_now(run, canvas, "pick='same_kind'")
             return controls.same_kind(order, found, rest, kinds[:, None, None])
