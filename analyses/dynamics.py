@@ -29,7 +29,6 @@ from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
@@ -172,12 +171,9 @@ def still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
     figure, axes = panels(2 * len(tracks), columns=2, size=(9, 4))
     for number, track in enumerate(tracks.values()):
         for which, ax in zip((stillest_head, most_moving_head), axes[2 * number :], strict=False):
-            _titled(sink_map(track, *which(track), ax=ax, tokens=_final(track)), which is stillest_head)
+            title = sink_map(track, *which(track), ax=ax, tokens=_final(track)).get_title()
+            ax.set_title(f"{title}, {'moves least' if which is stillest_head else 'its sink moves most'}")
     return figure
-
-
-def _titled(ax: "Axes", still: bool) -> None:
-    ax.set_title(f"{ax.get_title()}, {'the head that moves least' if still else 'the head whose sink moves most'}")
 
 
 def _final(track: SinkTrack) -> np.ndarray:

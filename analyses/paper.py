@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-TABLES = ("table1", "table2")  # whose rows are not means over generations
 SPLITS = ["masked and other queries", "random halves of the same sizes"]
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)  # steps, the shortest lives of each class
 AT = (0.25, 0.5, 0.75)  # of the steps, where queries are split
@@ -123,7 +122,11 @@ ITEMS = {
         unstated="Layer and head; the map is the mean over all.",
     ),
     "fig3": Item(
-        "Figs. 3 and 9: histogram of scores", {"histogram": "share of positions by score, in column sums"},
+        "Fig. 3: histogram of scores", {"histogram": "share of positions by score, in column sums"},
+        unstated="The unit of the scores.",
+    ),
+    "fig9": Item(
+        "Fig. 9: histogram of scores of other models", {"histogram": "share of positions by score, in column sums"},
         unstated="The unit of the scores.",
     ),
     "fig4": Item(
@@ -232,7 +235,7 @@ class PaperFigures(Study):
 
     def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         """The track of the run, its final tokens ``final``, and ``pattern`` [moment, query, key] of a head before and
-        after its sink moves, with ``moment`` the steps and ``of`` the layer and head.
+        after its sink moves, with ``moment`` the steps and the attribute ``of`` the layer and head.
         """
         found = self.generate(model, [prompt], settings)
         track, sinks = found.track, found.track.detect().any("pos")
@@ -244,8 +247,8 @@ class PaperFigures(Study):
         size = track.data.sizes["pos"]
         padded = [torch.nn.functional.pad(one, (0, size - one.shape[1], 0, size - len(one))) for one in seen]
         pattern = xr.DataArray(torch.stack(padded).numpy(), dims=("moment", "query", "key"))
-        final = (("batch", "pos"), found.run.tokens.numpy())
-        return track.data.assign(final=final, pattern=pattern, moment=[step, step + 1], of=("place", [layer, head]))
+        states = {"pattern": pattern, "moment": [step, step + 1], "final": (("batch", "pos"), found.run.tokens.numpy())}
+        return track.data.assign(states).assign_attrs(of=f"layer {layer}, head {head}")
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """None: those of `tables_of` are of all models, which need not be in memory at once."""
@@ -260,7 +263,7 @@ def tables_of(measured: Mapping[str, xr.Dataset], items: Sequence[str], seed: in
     """By item, those of `items` that are measured on generations: its measures, with 95 % intervals over them."""
     from pandas import concat
 
-    found = {name: interval_table(measured, list(ITEMS[name].measures), seed) for name in items if name not in TABLES}
+    found = {name: interval_table(measured, list(ITEMS[name].measures), seed) for name in items if name != "table2"}
     if "table2" in items:
         rows = concat([token_rows(name, data, seed) for name, data in measured.items()], ignore_index=True)
         found["table2"] = rows.assign(token=rows["token"].where(rows["kind"] != "mask", "mask"))
@@ -276,25 +279,24 @@ def pictures(
     def rows(item: str, measure: str) -> "DataFrame":
         return tables[item][tables[item]["measure"] == measure]
 
-    def frequent(ax: "Axes") -> "Axes":
-        return interval_dots(tables["table2"].groupby("model", sort=False).head(5), "token", ax)
-
-    def scores(ax: "Axes") -> "Axes":
-        return score_histogram(
-            BINS, {name: data["histogram"].mean("prompt").to_numpy() for name, data in measured.items()}, "sum", ax
+    def scores() -> "Figure":
+        return _one(
+            lambda ax: score_histogram(
+                BINS, {name: data["histogram"].mean("prompt").to_numpy() for name, data in measured.items()}, "sum", ax
+            )
         )
 
-    def near(ax: "Axes") -> "Axes":
-        found = rows("frontier", "near")
-        return interval_dots(found.assign(at=found["place"] + ", " + found["source"]), "at", ax)
+    def dots(table: "DataFrame", column: str, xlabel: str) -> "Figure":
+        return _one(lambda ax: interval_dots(table, column, ax), xlabel=xlabel)
 
     def along(item: str, measure: str, axis: str) -> "Callable[[Axes], Axes]":
         return lambda ax: curves(rows(item, measure), axis, ax)
 
     drawn: dict[str, Callable[[], Figure]] = {
-        "table2": lambda: _one(frequent, xlabel="share of all sinks"),
+        "table2": lambda: dots(tables["table2"].groupby("model", sort=False).head(5), "token", "share of all sinks"),
         "fig1": lambda: maps(tracks),
-        "fig3": lambda: _one(scores),
+        "fig3": scores,
+        "fig9": scores,
         "fig4": lambda: _each(examples, _moving, 2),
         "fig5": lambda: _each(measured, _strength),
         "fig6": lambda: _each(examples, _separate, 2),
@@ -302,7 +304,10 @@ def pictures(
         "fig8": lambda: still_and_moving(tracks),
         "fig10": lambda: _one(along("fig10", "no_sink", "epsilon"), xlabel="threshold ε, in column sums",
                               ylabel="share that are no sinks"),
-        "frontier": lambda: _one(near, xlabel="share of sinks within one position"),
+        "frontier": lambda: dots(
+            rows("frontier", "near").assign(at=lambda table: table["place"] + ", " + table["source"]), "at",
+            "share of sinks within one position",
+        ),
         "lifetimes": lambda: _one(along("lifetimes", "lives", "length"), xlabel="steps", xscale="log",
                                   ylabel="share of lives"),
         "rare": lambda: _one(along("rare", "clear", "layer"), xlabel="layer",
@@ -334,7 +339,7 @@ def _strength(ax: "Axes", data: xr.Dataset, name: str) -> None:
 def _moving(before: "Axes", after: "Axes", data: xr.Dataset, name: str) -> None:
     for ax, step, pattern in zip((before, after), data["moment"].to_numpy(), data["pattern"], strict=True):
         ax.imshow(pattern, cmap="magma", interpolation="nearest")
-        ax.set(xlabel="key", ylabel="query", title=f"{name}, {_head(data)}, step {step}")
+        ax.set(xlabel="key", ylabel="query", title=f"{name}, {data.attrs['of']}, step {step}")
 
 
 def _separate(queries: "Axes", single: "Axes", data: xr.Dataset, name: str) -> None:
@@ -344,7 +349,7 @@ def _separate(queries: "Axes", single: "Axes", data: xr.Dataset, name: str) -> N
     for label, members in (("masked queries", masked), ("other queries", ~masked)):
         queries.plot(data["pattern"][1][members].mean("query"), label=label)
     queries.legend(fontsize="small")
-    queries.set(xlabel="position", ylabel="attention received", title=f"{name}, {_head(data)}, step {step}")
+    queries.set(xlabel="position", ylabel="attention received", title=f"{name}, {data.attrs['of']}, step {step}")
     lives = motion.lifetimes(track.detect(), motion.existing(track))
     brief = lives[(lives["length"] == 1) & ~lives["censored"] & (lives["start"] > 0)]
     if brief.empty:
@@ -355,26 +360,19 @@ def _separate(queries: "Axes", single: "Axes", data: xr.Dataset, name: str) -> N
     sink_map(track, layer, head, ax=single, steps=around, tokens=data["final"][0].to_numpy())
 
 
-def _head(data: xr.Dataset) -> str:
-    layer, head = data["of"].to_numpy()
-    return f"layer {layer}, head {head}"
-
-
 def of_layers(track: SinkTrack) -> xr.Dataset:
     """What the items measure by layer, score and length of life, [prompt, ...]; see `ITEMS`."""
     exists, found = motion.existing(track), track.detect()
-    strength = track.scores().where(exists).max("pos").mean("step")
-    clear = found.any("pos").where(exists.any("pos")).mean(("step", "head"))
+    strength = track.scores().where(exists).max("pos").mean("step").transpose("batch", *motion.HEADS)
+    clear = found.any("pos").where(exists.any("pos")).mean(("step", "head")).transpose("batch", "layer")
     half, lives = track.data.sizes["layer"] // 2, motion.lifetimes(found, exists)
-    early, late = slice(None, half), slice(half, None)
-    edges = [*LENGTHS, np.inf]
     by_row = [lives["length"][lives["batch"] == row] for row in track["batch"].to_numpy()]
-    counts = np.stack([np.histogram(lengths, edges)[0] for lengths in by_row])
-    deep, shallow = (strength.isel(layer=part).mean(("layer", "head")) for part in (late, early))
+    counts = np.stack([np.histogram(lengths, [*LENGTHS, np.inf])[0] for lengths in by_row])
     data = xr.Dataset(
         {
-            "strength": strength, "deeper": np.log(deep / shallow), "clear": clear, "least": clear.min("layer"),
-            "fewer": clear.isel(layer=late).mean("layer") - clear.isel(layer=early).mean("layer"),
+            "strength": strength, "clear": clear, "least": clear.min("layer"),
+            "deeper": np.log(strength[:, half:].mean(motion.HEADS) / strength[:, :half].mean(motion.HEADS)),
+            "fewer": clear[:, half:].mean("layer") - clear[:, :half].mean("layer"),
             "histogram": (("batch", "bin"), histogram_of(track, "sum")),
             "no_sink": (("batch", "epsilon"), no_sink_of(track, "sum")),
             "lives": (("batch", "length"), counts / np.maximum(1, counts.sum(axis=1, keepdims=True))),
@@ -393,7 +391,7 @@ def apart(found: OwnRun, seed: int) -> xr.Dataset:
     run, values = found.run, np.full((len(found.own), len(SPLITS)), np.nan)
     for row, active in enumerate(found.own if not run.causal else ()):
         steps = np.flatnonzero(active)
-        values[row] = np.nanmean([_splits(run, row, int(steps[int(at * len(steps))]), seed) for at in AT], axis=0)
+        values[row] = np.mean([_splits(run, row, int(steps[int(at * len(steps))]), seed) for at in AT], axis=0)
     shares = xr.DataArray(values, dims=("prompt", "split"), coords={"split": SPLITS})
     return xr.Dataset({"apart": shares, "separate": shares[:, 0].drop_vars("split") - shares[:, 1].drop_vars("split")})
 
@@ -401,8 +399,6 @@ def apart(found: OwnRun, seed: int) -> xr.Dataset:
 def _splits(run: "Generation", row: int, step: int, seed: int) -> list[float]:
     assert run.sinks is not None
     masked = run.sinks["masked"][row, step].to_numpy()[run.real[row].numpy()]
-    if masked.all() or not masked.any():
-        return [np.nan] * len(SPLITS)
     seen = torch.stack(list(patterns_at(run, step, range(run.model.cfg.n_layers), row).values()))
     halves = noise_of(run.canvas[row, 0], seed, step).permutation(masked)
 

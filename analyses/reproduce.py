@@ -26,42 +26,39 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.analyses.paper import CHECKPOINTS, ITEMS, Claim, PaperFigures, pictures, tables_of
 from sinklens.analyses.results import Findings, draw
-from sinklens.analyses.study import setting_names
+from sinklens.analyses.study import StudyProgress, setting_names
 from sinklens.errors import nearest, require
 from sinklens.evaluation.conditions import Condition, masking
 from sinklens.evaluation.protocols import PROTOCOLS, STUDY, EvalProtocol, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.scoring import score
 from sinklens.evaluation.tables import frame
-from sinklens.evaluation.verification import STAND_INS, known, protocol_for
+from sinklens.evaluation.verification import MASKED, STAND_INS, known, protocol_for
 from sinklens.model import load
 from sinklens.tasks.base import Task
 from sinklens.tasks.registry import reads_files
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.atomic import write_file
-from sinklens.utils.escaping import in_csv, in_markdown, spelled
+from sinklens.utils.escaping import in_csv
 from sinklens.utils.estimates import Estimate, unpaired
 from sinklens.utils.folders import check_folder
 from sinklens.utils.versions import versions
 from sinklens.views import accuracy_curves
-from sinklens.views.html import asset, hashes
+from sinklens.views.reproduction import PAGES, reproduction_pages
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
 GENERATIONS = 30
 SETTINGS = {"gen_length": 128, "steps": 128, "block_length": 32}
-MASKED = (1, 5, 10)
 CONTROLS = ("random", "same_mass")
-SYNONYMS = {"fig9": "fig3"}
 COLUMNS = ["item", "model", "what", "ours", "low", "high", "paper", "verdict"]
 STAND_IN = "a shipped model: problems that it can answer, at its own lengths; a stand-in without a verdict"
 NOT_IN_PAPER = {"paper": "", "verdict": "not in the paper"}
@@ -70,14 +67,7 @@ COLUMNS_OF_TABLE_1 = [
     "against_unmasked_low", "against_unmasked_high", "against_random_difference", "against_random_low",
     "against_random_high", "departs",
 ]  # fmt: skip
-MOST_TOKENS = 5  # in Table 2
 SHOWN = 7  # rows of a model and measure on a page; the CSV has all
-STYLE = (
-    "body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
-    "table { border-collapse: collapse; display: block; overflow-x: auto; } img { max-width: 100%; }"
-    "td, th { padding: .1rem .9rem .1rem 0; text-align: left; } section { border-top: 1px solid #ccc; }"
-)
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class Request:
 
     Attributes:
         models: as `sinklens.load` takes them.
-        only: names of `ITEMS`, or of `SYNONYMS`; none means all.
+        only: names of `ITEMS`; none means all.
         limit: the first so many generations and samples; None for 30 generations and every sample.
         data: folder of ``test.jsonl``, ``train.jsonl`` and ``HumanEval.jsonl``; None for the hub, and for shipped
             models the problems that ship with them.
@@ -113,20 +103,18 @@ class Request:
 
     def __post_init__(self) -> None:
         require(self.models, "name at least one model, such as tiny-llada or GSAI-ML/LLaDA-8B-Instruct.")
-        names = [*ITEMS, *SYNONYMS]
         for name in self.only:
-            require(name in names, f"no item is called {name!r}; known: {', '.join(names)}.{nearest(name, names)}")
+            require(name in ITEMS, f"no item is called {name!r}; known: {', '.join(ITEMS)}.{nearest(name, ITEMS)}")
 
     @property
     def items(self) -> list[str]:
         """The items, in the paper's order."""
-        asked = {SYNONYMS.get(name, name) for name in self.only}
-        return [name for name in ITEMS if name in asked or not asked]
+        return [name for name in ITEMS if name in self.only or not self.only]
 
     @property
-    def generations(self) -> int:
-        """The number of generations."""
-        return min(self.limit or GENERATIONS, GENERATIONS)
+    def prompts(self) -> list[str]:
+        """Those of the generations."""
+        return [problem.prompt for problem in held_out(min(self.limit or GENERATIONS, GENERATIONS))]
 
     @property
     def conditions(self) -> list[Condition]:
@@ -146,7 +134,7 @@ class Request:
 
 
 def reproduce(
-    asked: Request, out: Path, shard: tuple[int, int] = (0, 1), progress: Progress | None = None
+    asked: Request, out: Path, shard: tuple[int, int] = (0, 1), progress: StudyProgress | None = None
 ) -> list[Path]:
     """Measure what is missing in `out` and write the pages; see the module.
 
@@ -171,21 +159,19 @@ def reproduce(
         model = load(name, **asked.loading.get(name, {}))
         if set(asked.items) != {"table1"}:
             chosen = {key: value for key, value in asked.settings(name).items() if key in setting_names(model, {})}
-            chat = bool(getattr(model.tokenizer, "chat_template", None))
-            study = PaperFigures(asked.seed, asked.batch, chosen, chat, shard=shard)
-            prompts = [problem.prompt for problem in held_out(asked.generations)]
-            found.append(study.run([model], prompts, out / "generations" / model.fingerprint, report))
+            study = PaperFigures(
+                asked.seed, asked.batch, chosen, bool(getattr(model.tokenizer, "chat_template", None)), shard=shard
+            )
+            found.append(study.run([model], asked.prompts, out / "generations" / model.fingerprint, report))
         for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
-            count = partial(_count, report, name)
             evaluate(
                 model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit, batch=asked.batch,
-                seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]), progress=count,
+                seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]),
+                progress=lambda condition, done, total, name=name: report(  # type: ignore[misc]
+                    f"{name}: {condition.name}", done, total
+                ),
             )  # fmt: skip
     return [] if shard[1] > 1 else _written(asked, out, found, about)
-
-
-def _count(report: Progress, model: str, condition: Condition, done: int, total: int) -> None:
-    report(f"{model}: {condition.name}", done, total)
 
 
 def _written(asked: Request, out: Path, found: Sequence[Findings], about: Mapping[str, Any]) -> list[Path]:
@@ -202,8 +188,7 @@ def _written(asked: Request, out: Path, found: Sequence[Findings], about: Mappin
         table = frame(out / "table1")
         tables = {"table1": table[[name for name in table if name not in ("speed", "per_second")]], **tables}
         rows += [_of_accuracy(row) for _, row in table[table["pick"].isin(["", "strongest"])].iterrows()]
-        if (table["total"] > 0).any():
-            figures["table1"] = accuracy_curves(table[table["total"] > 0])
+        figures["table1"] = accuracy_curves(table[table["total"] > 0])
     rows += [row for name in tables if name != "table1" for row in _claims(name, tables[name], measured)]
     compared = DataFrame(rows, columns=COLUMNS).drop_duplicates()
     for name, table in {**tables, "comparisons": compared}.items():
@@ -212,51 +197,43 @@ def _written(asked: Request, out: Path, found: Sequence[Findings], about: Mappin
     sections = [_section(name, tables[name], compared[compared["item"] == name], drawn) for name in asked.items]
     shown = {
         "call": shlex.join(["sinklens", *asked.call]), "seed": asked.seed, "about": about, "sections": sections,
-        "generations": asked.generations, "settings": {name: asked.settings(name) or STAND_IN for name in asked.models},
-        "style": STYLE,
-        "policy": f"default-src 'none'; style-src {hashes([STYLE])}; img-src data:",
+        "generations": len(asked.prompts),
+        "settings": {name: asked.settings(name) or STAND_IN for name in asked.models},
     }  # fmt: skip
-    pages = {"index.html": (True, spelled), "report.md": (False, in_markdown)}
-    for name, (html, escape) in pages.items():
-        write_file(out / name, _page(f"reproduction{Path(name).suffix}", html, escape).render(shown))
-    return [out / name for name in pages]
-
-
-def _page(template: str, html: bool, escape: Callable[[str], str]) -> Any:
-    from jinja2 import Environment, StrictUndefined
-
-    def shown(value: Any) -> Any:
-        return escape(value) if type(value) is str else value
-
-    environment = Environment(autoescape=html, undefined=StrictUndefined, finalize=shown, trim_blocks=True)
-    return environment.from_string(asset(template))
+    for name, content in reproduction_pages(shown).items():
+        write_file(out / name, content)
+    return [out / name for name in PAGES]
 
 
 def _section(name: str, table: "DataFrame", compared: "DataFrame", drawn: Mapping[str, Path]) -> dict[str, Any]:
     """What the pages show of an item."""
     columns = COLUMNS_OF_TABLE_1 if name == "table1" else [column for column in table if column not in ("id", "kind")]
     groups = [column for column in ("protocol", "model", "condition", "measure") if column in table]
-    rows = table.groupby(groups, sort=False).head(MOST_TOKENS if name == "table2" else SHOWN)[columns]
+    rows = table.groupby(groups, sort=False).head(5 if name == "table2" else SHOWN)[columns]
     image = base64.b64encode(drawn[name].read_bytes()).decode() if name in drawn else ""
     return {
         "name": name, "item": ITEMS[name], "columns": columns,
-        "rows": [list(map(_text, row)) for row in rows.to_numpy()],
-        "compared": [list(map(_text, row)) for row in compared.drop(columns="item").to_numpy()],
+        "rows": _cells(rows),
+        "compared": _cells(compared.drop(columns="item")),
         "heads": COLUMNS[1:], "picture": drawn[name].name if name in drawn else "", "image": image,
     }  # fmt: skip
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.3f}".removesuffix(".000")
-    return str(value)
+def _cells(table: "DataFrame") -> list[list[str]]:
+    return table.round(3).astype(object).where(table.notna(), "").astype(str).to_numpy().tolist()
 
 
 def _of_accuracy(row: "Series") -> dict[str, Any]:
     """The comparison of a row of Table 1."""
-    listed = PROTOCOLS[row["protocol"]].published if row["protocol"] in PROTOCOLS else ()
-    same = [one for one in listed if is_checkpoint(row["checkpoint"], one.model) and one.source == STUDY]
-    printed = next((one for one in same if one.masked == row["masked"] and "," not in row["condition"]), None)
+    listed = getattr(PROTOCOLS.get(row["protocol"]), "published", ()) if "," not in row["condition"] else ()
+    printed = next(
+        (
+            one
+            for one in listed
+            if (one.source, one.masked) == (STUDY, row["masked"]) and is_checkpoint(row["checkpoint"], one.model)
+        ),
+        None,
+    )
     if printed is None or printed.accuracy is None:
         return {"item": "table1", "model": row["model"], "what": "", **NOT_IN_PAPER}
     ours = Estimate(row["estimate"], row["low"], row["high"], row["total"])

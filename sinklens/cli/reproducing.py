@@ -86,8 +86,8 @@ def _print_plans(options: DryRun, name: str, asked: "Request") -> None:
     shared: dict[str, Any] = {"shard": (0, 1), "cache": (), "load": asked.loading[name]}
     if set(asked.items) != {"table1"}:
         problems = find_protocol("tiny-gsm").with_settings(asked.settings(name))
-        limits = {"task": problems.make_task(), "limit": asked.generations}
-        say(f"{asked.generations} generations")
+        limits = {"task": problems.make_task(), "limit": len(asked.prompts)}
+        say("generations")
         print_plan(options, name, problems, [UNMASKED], shared | limits)
     for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
         limits = {"task": task, "limit": asked.limit}

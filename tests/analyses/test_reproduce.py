@@ -25,16 +25,12 @@ STEPS, LENGTH, PROMPT = 12, 40, 28
 
 def unmasking(strongest):
     """A run that decides from the right, one position a step; `strongest` gives the only key with attention."""
-    score, masked = np.full((STEPS, LENGTH), 0.5), np.zeros((STEPS, LENGTH), dtype=bool)
-    for step in range(STEPS):
-        masked[step, PROMPT : LENGTH - step] = True
-        score[step, strongest(step)] = 20
-    committed = masked & ~np.vstack([masked[1:], np.zeros((1, LENGTH), dtype=bool)])
-    states = {"masked": masked, "committed": committed}
-    track = planted(score)
-    return SinkTrack(
-        track.data.assign({name: track["masked"].copy(data=value[None]) for name, value in states.items()})
-    )
+    score = np.full((STEPS, LENGTH), 0.5)
+    score[range(STEPS), [strongest(step) for step in range(STEPS)]] = 20
+    step, place = np.ogrid[:STEPS, :LENGTH]
+    states = {"masked": (place >= PROMPT) & (place < LENGTH - step), "committed": place == LENGTH - 1 - step}
+    held = {name: (("batch", "step", "pos"), value[None]) for name, value in states.items()}
+    return SinkTrack(planted(score).data.assign(held))
 
 
 @pytest.mark.parametrize(
@@ -49,37 +45,32 @@ def unmasking(strongest):
 )
 def test_sinks_at_the_frontier_are_found_and_others_are_not(strongest, near, begins, follows):
     found = frontier(unmasking(strongest)).isel(prompt=0)
-    of_masks = found.sel(place="rightmost mask")
-    run = of_masks.sel(source="run")
-    assert (float(run["near"]), float(run["begins"])) == pytest.approx((near, begins))
-    places = range(LENGTH - 1, PROMPT - 1, -1)
-    gaps = [abs(strongest(step) - place) for step, place in enumerate(places)]
-    others = [sum(abs(key - place) for key in range(LENGTH) if key != strongest(step)) / (LENGTH - 1)
-              for step, place in enumerate(places)]  # fmt: skip
-    assert float(run["distance"]) == pytest.approx(np.mean(gaps))
+    of_masks, gaps, others = found.sel(place="rightmost mask"), [], []
+    for step, place in enumerate(range(LENGTH - 1, PROMPT - 1, -1)):
+        gaps.append(abs(strongest(step) - place))
+        others.append(np.mean([abs(key - place) for key in range(LENGTH) if key != strongest(step)]))
+    run = of_masks.sel(source="run")[["near", "begins", "distance"]]
+    assert [float(value) for value in run.values()] == pytest.approx([near, begins, np.mean(gaps)])
     assert float(of_masks["distance"].sel(source="other keys")) == pytest.approx(np.mean(others))
     assert bool((of_masks["follows"] > 0.2).all()) == follows
-    decided = found["near"].sel(place="last decided", source="run")
-    assert float(decided) == pytest.approx({True: 1.0, False: near}[follows], abs=0.1)
+    assert float(found["near"].sel(place="last decided", source="run")) == pytest.approx(
+        1 if follows else near, abs=0.1
+    )
 
 
 def test_queries_are_split_as_their_patterns_say(tiny_llada):
-    prompts = [problem.prompt for problem in held_out(2)]
     steps, layers = (6, 12, 18), range(4)
     record = Record(patterns=[(step, layer) for step in steps for layer in layers])
-    found = own_run(tiny_llada, prompts, {}, record_sinks=record)
+    found = own_run(tiny_llada, [problem.prompt for problem in held_out(2)], {}, record_sinks=record)
     measured, run = apart(found, seed=3), found.run
-    for row in range(2):
-        real = run.real[row].numpy()
+    for row, real in enumerate(run.real.numpy()):
         differ = np.zeros((2, 3))
         for at, step in enumerate(steps):
             masked = run.sinks["masked"][row, step].to_numpy()[real]
             halves = noise_of(run.canvas[row, 0], 3, step).permutation(masked)
+            heads = [head.numpy()[real][:, real] for layer in layers for head in run.patterns[step, layer][row]]
             for split, members in enumerate((masked, halves)):
-                heads = [run.patterns[step, layer][row, head].numpy() for layer in layers for head in range(6)]
-                keys = [
-                    [part[real][:, real][chosen].sum(0).argmax() for chosen in (members, ~members)] for part in heads
-                ]
+                keys = [[part[chosen].sum(0).argmax() for chosen in (members, ~members)] for part in heads]
                 differ[split, at] = np.mean([first != second for first, second in keys])
         np.testing.assert_allclose(measured["apart"][row], differ.mean(axis=1))
         assert float(measured["separate"][row]) == pytest.approx(differ[0].mean() - differ[1].mean())
@@ -106,8 +97,7 @@ def test_queries_are_split_as_their_patterns_say(tiny_llada):
 def test_a_verdict_follows_from_the_interval_and_is_given_for_the_models_of_the_paper(item, model, row, verdicts):
     name = CHECKPOINTS.get(model, "tiny-llada")
     table = pandas.DataFrame([{"model": name, "measure": next(iter(ITEMS[item].measures)), "prompts": 30} | row])
-    found = list(_claims(item, table, [name]))
-    assert [one["verdict"].partition(":")[0] for one in found] == verdicts
+    assert [one["verdict"].partition(":")[0] for one in _claims(item, table, [name])] == verdicts
 
 
 @pytest.mark.parametrize(
@@ -116,53 +106,46 @@ def test_a_verdict_follows_from_the_interval_and_is_given_for_the_models_of_the_
      (1000, 1319, {"settings": {"gen_length": 128, "steps": 256, "block_length": 32}}, "cannot tell: gen_length 128")],
 )  # fmt: skip
 def test_an_accuracy_stands_beside_the_printed_one(right, total, changes, verdict, tmp_path):
-    settings = {"settings": {"gen_length": 256, "steps": 256, "block_length": 32}}
+    settings = changes or {"settings": {"gen_length": 256, "steps": 256, "block_length": 32}}
     answers = {str(number): number < right for number in range(total)}
-    condition = masking([1])[1]
-    more = {"model": CHECKPOINTS["LLaDA"], "protocol": "llada-gsm8k", **settings, **changes}
-    planted_run(tmp_path, answers, condition, **more)
+    planted_run(tmp_path, answers, masking([1])[1], model=CHECKPOINTS["LLaDA"], protocol="llada-gsm8k", **settings)
     found = _of_accuracy(frame(tmp_path).iloc[0])
     assert (found["paper"], found["verdict"].startswith(verdict)) == ("0.75", True), found
 
 
-ASKED = ["--limit", "3", "--batch", "1", "--only", "table1", "table2", "frontier", "--out", "out"]
-FILES = ("table1.csv", "table2.csv", "frontier.csv", "comparisons.csv", "report.md", "index.html")
-
-
-def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch, capsys):
+def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):
     """A real process, killed while it evaluates, after a shard of it has run."""
-    call = ["reproduce", "tiny-llada", *ASKED]
-    for name in ("cut", "full"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "cut")
-    assert main([*call, "--shard", "2/3"]) == 0
-    ledger = tmp_path / "cut" / "out" / "table1"
-    before = sum(len(run.done()) for run in LedgerRun.all(ledger))
-    assert (before, (tmp_path / "cut" / "out" / "report.md").exists()) == (20, False)
-    process = subprocess.Popen([sys.executable, "-m", "sinklens.cli", *call], stderr=subprocess.PIPE, text=True)
+    monkeypatch.chdir(tmp_path)
+    call = [
+        "reproduce",
+        "tiny-llada",
+        "--limit",
+        "3",
+        "--batch",
+        "1",
+        "--only",
+        "table1",
+        "table2",
+        "frontier",
+        "--out",
+    ]
+
+    def done():
+        return sum(len(run.done()) for run in LedgerRun.all(tmp_path / "cut-out" / "table1"))
+
+    assert main([*call, "cut-out", "--shard", "2/3"]) == 0
+    assert done() == 20
+    process = subprocess.Popen([sys.executable, "-m", "sinklens.cli", *call, "cut-out"])
     deadline = time.monotonic() + 240
-    while sum(len(run.done()) for run in LedgerRun.all(ledger)) < before + 2:
-        assert process.poll() is None, process.communicate()
+    while done() < 22:
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=240)
-    assert not (tmp_path / "cut" / "out" / "report.md").exists()
-    assert main(["reproduce", "--resume", "--out", "out"]) == 0
-    monkeypatch.chdir(tmp_path / "full")
-    assert main(call) == 0
-    for name in FILES:
-        resumed, whole = ((tmp_path / folder / "out" / name).read_bytes() for folder in ("cut", "full"))
-        assert resumed == whole, name
-    assert "| tiny-llada | begins, rightmost mask, run |" in (tmp_path / "cut" / "out" / "report.md").read_text()
-    capsys.readouterr()
-    assert main([*call, "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    for text in (
-        "3 generations",
-        "Table 1, tiny-gsm",
-        "3 samples x 10 runs",
-        "Table 1, tiny-code",
-        "GPU memory by batch",
-    ):
-        assert text in printed
+    process.kill()
+    assert (process.wait(), (tmp_path / "cut-out" / "report.md").exists()) == (-signal.SIGKILL, False)
+    assert main(["reproduce", "--resume", "--out", "cut-out"]) == 0
+    assert main([*call, "full-out"]) == 0
+    for name in ("table1.csv", "table2.csv", "frontier.csv", "comparisons.csv", "report.md", "index.html"):
+        resumed, complete = ((tmp_path / folder / name).read_text() for folder in ("cut-out", "full-out"))
+        assert resumed.replace("cut-out", "full-out") == complete, name
+    assert "<td>begins, rightmost mask, run</td>" in complete
