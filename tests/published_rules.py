@@ -56,9 +56,9 @@ PRECISION = [torch.float64]
 """The dtype of the published code's tensors, where its rounding is compared too; otherwise nothing is rounded."""
 
 
-def softmax(logits: Sequence[float]) -> list[float]:
+def softmax(logits: Sequence[float], dtype: torch.dtype | None = None) -> list[float]:
     if PRECISION[0] != torch.float64:
-        return torch.tensor([logits], dtype=PRECISION[0]).softmax(-1)[0].tolist()
+        return torch.tensor([logits], dtype=PRECISION[0]).softmax(-1, dtype)[0].tolist()
     best = max(logits)
     weights = [math.exp(value - best) for value in logits]
     return [weight / sum(weights) for weight in weights]
@@ -88,12 +88,19 @@ def keep_nucleus(logits: Sequence[float], top_p: float | None) -> list[float]:
     return kept
 
 
-def distribution(logits: Sequence[float], given: Settings, top_p_first: bool) -> list[float]:
-    """What a token is drawn from; at temperature 0 the logits are not divided."""
-    scaled = [value / (given["temperature"] or 1.0) for value in logits]
+def truncated(logits: Sequence[float], given: Settings, top_p_first: bool) -> list[float]:
+    """At temperature 0 the logits are not divided."""
+    scaled = (torch.tensor(logits, dtype=PRECISION[0]) / (given["temperature"] or 1.0)).tolist()
     if top_p_first:
-        return softmax(keep_largest(keep_nucleus(scaled, given["top_p"]), given["top_k"]))
-    return softmax(keep_nucleus(keep_largest(scaled, given["top_k"]), given["top_p"]))
+        return keep_largest(keep_nucleus(scaled, given["top_p"]), given["top_k"])
+    return keep_nucleus(keep_largest(scaled, given["top_k"]), given["top_p"])
+
+
+def distribution(
+    logits: Sequence[float], given: Settings, top_p_first: bool, dtype: torch.dtype | None = None
+) -> list[float]:
+    """What a token is drawn from; `dtype` is that of a softmax that does not keep the one of the logits."""
+    return softmax(truncated(logits, given, top_p_first), dtype)
 
 
 def invert(probs: Sequence[float], number: float) -> int:
@@ -257,8 +264,10 @@ def without(logits: Sequence[float], tokens: Sequence[int]) -> list[float]:
     return [-math.inf if token in tokens else value for token, value in enumerate(logits)]
 
 
-def dream_score(alg: str, probs: Sequence[float], token: int, inside: Callable[[Tensor], Tensor]) -> float:
-    row = torch.tensor([probs], dtype=PRECISION[0])
+def dream_score(
+    alg: str, probs: Sequence[float], token: int, inside: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> float:
+    row = torch.tensor([probs], dtype=dtype or PRECISION[0])
     if alg == "topk_margin":
         ordered = row.sort(descending=True).values
         return (ordered[:, 0] - ordered[:, 1]).item()
@@ -390,12 +399,15 @@ def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> I
             return
         places = list(range(start, len(ids))) if given["alg"] == "p2" else masked
         logits = shifted(oracle.logits(ids))
-        rows = [distribution(logits[place], given, top_p_first=True) for place in places]
+        rows = [distribution(logits[place], given, top_p_first=True, dtype=torch.float32) for place in places]
         tokens = dict(zip(places, drawn(rows, given, noise), strict=True))
+        precise = torch.promote_types(PRECISION[0], torch.float32)
         scores = [
-            dream_score(given["alg"], row, token, lambda probs: probs.clamp_min(1e-10))
+            dream_score(given["alg"], row, token, lambda probs: probs.clamp_min(1e-10), precise)
             for row, token in zip(rows, tokens.values(), strict=True)
         ]
+        if given["alg"] != "p2":
+            scores = torch.tensor(scores, dtype=PRECISION[0]).tolist()
         if given["alg"] == "p2":
             count = int(torch.tensor(float(len(places))) * (1 - (step + 1) / steps))
             lowest = leftmost_best(places, [-score for score in scores], count)
@@ -420,9 +432,11 @@ def rnd1(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
         if not places:
             return
         logits = shifted(oracle.logits(ids))
-        rows = [distribution(logits[place], given, top_p_first=False) for place in places]
+        kept = torch.tensor([truncated(logits[place], given, top_p_first=False) for place in places])
+        logs = kept.to(PRECISION[0]).log_softmax(-1)
+        rows = (logs if given["greedy"] else logs.exp()).tolist()
         tokens = drawn(rows, given | {"temperature": 0 if given["greedy"] else 1}, noise)
-        entropy = [-sum(prob * math.log(prob) for prob in row if prob > 0) for row in rows]
+        entropy = (-(logs.exp() * logs).where(logs.exp() > 0, 0).sum(-1)).tolist()
         if left == 0:
             chosen = places
         elif given["eb_gamma"] is None:
@@ -430,16 +444,10 @@ def rnd1(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
             left_out = top(places, entropy, min(keep, len(places)), range(len(ids)))
             chosen = [place for place in places if place not in left_out]
         else:
-            scores = [row[token] for row, token in zip(rows, tokens, strict=True)]
-            order = top(range(len(places)), scores, len(places))
-            if len(set(scores)) < len(scores):
-                raise UndeterminedError
-            chosen, total, greatest = [], 0.0, 0.0
-            for number in order:
-                total, greatest = total + entropy[number], max(greatest, entropy[number])
-                if total - greatest > given["eb_gamma"] and chosen:
-                    break
-                chosen.append(places[number])
+            order = sorted(range(len(places)), key=lambda number: -logs[number, tokens[number]])
+            ordered = torch.tensor([entropy[number] for number in order], dtype=PRECISION[0])
+            within = ordered.cumsum(0) - ordered.cummax(0).values <= given["eb_gamma"]
+            chosen = [places[number] for number in order[: int(within.sum())]]
         ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
         yield ids
 

@@ -74,7 +74,7 @@ class OpenDcoderSettings(DreamRule):
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
         drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, self._confidence(drawn))
+        confidence = state.spread_confidence(where, self.cast(state, self._confidence(drawn)))
         counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
         if self.alg_temp:
             chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
@@ -95,6 +95,10 @@ class OpenDcoderSettings(DreamRule):
         commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
         written = torch.where(commit, drawn.canvas, canvas)
         state.end_step(written.masked_fill(least & ~commit, state.mask_id))
+
+    def softmax(self, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
+        """The distribution of `cast` logits, at least in float32, as in the published code."""
+        return logits.softmax(dim=-1, dtype=self.dtype or torch.float32)
 
     def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
         if self.alg == "topk_margin":

@@ -77,13 +77,15 @@ class Rnd1Settings(Truncated, ByConfidence, Steps):
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
-        logits = self.cast(state, state.logits(canvas, where))
-        probs = self.softmax(decisions.truncate(logits, self.truncation))
+        logits = decisions.truncate(self.cast(state, state.logits(canvas, where)), self.truncation)
+        logs = logits.log_softmax(dim=-1, dtype=self.dtype)  # in bfloat16, a softmax has other ties
+        probs = logs.exp()
         noise = None if self.greedy else state.noise.uniform(where, dtype=torch.float64)
-        proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-        certainty = decisions.certainty(probs)
+        proposed, candidates = state.propose(where, decisions.categorical_candidates(logs if self.greedy else probs, noise), canvas)
+        certainty = (probs * logs).where(probs > 0, 0).sum(dim=-1)
         bounded = self.eb_gamma is not None and not last
-        confidence = state.spread_confidence(where, decisions.probability(probs, candidates) if bounded else certainty)
+        probability = decisions.probability(logs, candidates).double().exp()
+        confidence = state.spread_confidence(where, probability if bounded else certainty)
         if bounded:
             chosen = _within_gamma(confidence, where, certainty, self.eb_gamma or 0.0)
         else:
@@ -101,7 +103,7 @@ def _within_gamma(
     gamma: float,
 ) -> Bool[Tensor, "batch pos"]:
     """True at the most confident positions whose summed entropy, minus the largest of these, is at most `gamma`."""
-    entropy = torch.zeros_like(confidence).masked_scatter(where, -certainty)
+    entropy = torch.zeros_like(confidence, dtype=certainty.dtype).masked_scatter(where, -certainty)
     order = confidence.argsort(dim=1, descending=True, stable=True)
     ordered = entropy.gather(1, order)
     within = ordered.cumsum(dim=1) - ordered.cummax(dim=1).values <= gamma

@@ -101,22 +101,23 @@ class ByConfidence(Sampler):
 
     confidence_dtype: Literal["float64", "float32", "model"] = "float64"
 
-    def cast(self, state: State, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
+    def cast(self, state: State, logits: Float[Tensor, "masked *vocab"]) -> Float[Tensor, "masked *vocab"]:
         """`logits` in the dtype in which they are divided and truncated: float32, or the model's."""
         return logits.to(state.logits_dtype) if self.confidence_dtype == "model" else logits
 
     def softmax(self, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
         """The distribution of `cast` logits, in `confidence_dtype`."""
-        return logits.softmax(dim=-1, dtype=self._dtype)
+        return logits.softmax(dim=-1, dtype=self.dtype)
 
     def probability(
         self, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
     ) -> Float[Tensor, " masked"]:
         """The candidates' probabilities in the distribution of `cast` logits."""
-        return decisions.probability_by_slices(logits, candidates, self._dtype)
+        return decisions.probability_by_slices(logits, candidates, self.dtype)
 
     @property
-    def _dtype(self) -> torch.dtype | None:
+    def dtype(self) -> torch.dtype | None:
+        """The precision of probabilities; None for that of the logits."""
         return None if self.confidence_dtype == "model" else getattr(torch, self.confidence_dtype)
 
 

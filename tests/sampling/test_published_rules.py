@@ -253,14 +253,15 @@ class Replayed(rules.Oracle):
         return [*rows[1:], rows[-1]] if self.shift else rows
 
 
-ROUNDED = [name for name in SAMPLERS if name not in ("diffullama", "rnd1", "autoregressive")]
-"""Samplers whose code computes confidences by a softmax and can be greedy; Open-dCoder's rounds them once more."""
+ROUNDED = [name for name in SAMPLERS if name not in ("diffullama", "autoregressive")]
+"""Samplers whose code computes confidences and can be greedy."""
 
 
 def compare_rounded(sampler: str, case: int, rng: random.Random, confidence_dtype: str, monkeypatch) -> bool:
     """Whether the canvases of logits in bfloat16 equal those of the rules in a dtype, where many confidences do."""
     draw, rule, attention, shift = SAMPLERS[sampler]
-    given = draw(rng) | {"temperature": 0.0}
+    given = draw(rng)
+    given |= {"greedy": True} if sampler == "rnd1" else {"temperature": 0.0}
     fixed = {
         "cfg_scale": 0.0,
         "factor": None,
