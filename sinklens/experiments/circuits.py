@@ -168,6 +168,8 @@ class Circuit:
             data = xr.load_dataset(path, engine="h5netcdf")
             if data.attrs["format"] != FORMAT:
                 raise KeyError(f"format {data.attrs['format']!r}")
+            if not all(isinstance(one, str) for axis in ("sender", "receiver") for one in data[axis].values.tolist()):
+                raise TypeError("its senders and receivers have no names")
             return cls(data["kept"].astype(bool), data["scores"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} holds no circuit: {error}. Pass a file that Circuit.save wrote.") from error

@@ -81,7 +81,9 @@ class Rnd1Settings(Truncated, ByConfidence, Steps):
         logs = logits.log_softmax(dim=-1, dtype=self.dtype)  # in bfloat16, a softmax has other ties
         probs = logs.exp()
         noise = None if self.greedy else state.noise.uniform(where, dtype=torch.float64)
-        proposed, candidates = state.propose(where, decisions.categorical_candidates(logs if self.greedy else probs, noise), canvas)
+        proposed, candidates = state.propose(
+            where, decisions.categorical_candidates(logs if self.greedy else probs, noise), canvas
+        )
         certainty = (probs * logs).where(probs > 0, 0).sum(dim=-1)
         bounded = self.eb_gamma is not None and not last
         probability = decisions.probability(logs, candidates).double().exp()

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +26,9 @@ from sinklens.errors import PromptError, PromptWarning, nearest, require, warn_c
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.templates import render
 from sinklens.utils.integers import as_integer
+
+TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
+"""The files of a checkpoint that may hold a chat template; the first one counts."""
 
 
 class Encoded(NamedTuple):
@@ -269,22 +273,30 @@ class PromptReader:
 
     def _in_template(self, text: str, chat_template: bool | str) -> list[int]:
         """Token ids of `text` as one user turn."""
-        template = self.tokenizer.chat_template if chat_template is True else chat_template
+        own = chat_template is True
+        template = self.tokenizer.chat_template if own else chat_template
         require(
-            template is not None or chat_template is not True,
+            template is not None or not own,
             f"the tokenizer of {self.name} has no chat template. Leave chat_template (--chat) out; in Python you "
             f"can also pass a template as a string.",
             PromptError,
         )
+        named = next((one for one in map(Path(self.tokenizer.name_or_path).joinpath, TEMPLATES) if one.is_file()), None)
+        name = f" of {named or self.name}" * own
         require(
-            isinstance(chat_template, bool | str) and (not isinstance(template, str) or "{{" in template),
+            not own or not isinstance(template, str) or "{{" in template,
+            f"the chat template{name} lacks {{{{ messages }}}}: {template!r:.60}. Correct the file, or pass another "
+            f"template as a string.",
+            PromptError,
+        )
+        require(
+            isinstance(chat_template, bool | str) and (own or "{{" in str(template)),
             f"chat_template must be True, False, or a template string that contains {{{{ messages }}}}; "
             f"got {chat_template!r}.",
             PromptError,
         )
         turns = [{"role": "user", "content": text}]
-        name = f" of {self.name}" * (chat_template is True)
-        written = render(self.tokenizer, turns, template, name)
+        written = render(self.tokenizer, turns, None if own else template, name)
         return list(self.tokenizer(written, add_special_tokens=False).input_ids)
 
 

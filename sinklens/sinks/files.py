@@ -20,7 +20,7 @@ import xarray as xr
 from annotated_types import Ge, Le
 from xarray.core import indexing
 
-from sinklens.errors import TrackError, require
+from sinklens.errors import SettingError, TrackError, require
 from sinklens.sinks.data import AXES, TrackData, unmask_steps
 from sinklens.sinks.store import Checked, TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.arguments import Count, read_as
@@ -120,10 +120,10 @@ def _check(data: xr.Dataset) -> None:
         read_as(int, "a seed", seed)
     for name, (axes, kinds) in VARIABLES.items():
         if (name in data or name != "final_id") and (data[name].dims != axes or data[name].dtype.kind not in kinds):
-            raise TrackError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
+            raise SettingError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
     for axis, values in data.coords.items():
         if values.dims != (axis,):
-            raise TrackError(f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")
+            raise SettingError(f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")
     read_as(Annotated[int, Ge(0), Le(data.sizes["pos"])], "prompt_length", attributes["prompt_length"])
 
 

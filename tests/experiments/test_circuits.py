@@ -182,8 +182,10 @@ def test_a_circuit_is_read_as_it_was_saved(tmp_path):
     assert read.edges[0] == ("embed", "L0H0.q", -10.0, 5, None)
     (tmp_path / "other.json").write_text("{}")
     scores.to_dataset(name="scores").to_netcdf(tmp_path / "scores.nc", engine="h5netcdf")
-    for name in ("other.json", "missing.nc", "scores.nc"):
-        with pytest.raises(CheckpointError, match="holds no circuit"):
+    unnamed = xr.load_dataset(tmp_path / "circuit.nc", engine="h5netcdf").drop_vars("sender")
+    unnamed.to_netcdf(tmp_path / "unnamed.nc", engine="h5netcdf")
+    for name in ("other.json", "missing.nc", "scores.nc", "unnamed.nc"):
+        with pytest.raises(CheckpointError, match=f"{name} holds no circuit"):
             Circuit.load(tmp_path / name)
 
 

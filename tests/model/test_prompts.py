@@ -1,5 +1,8 @@
 """The accepted forms of a prompt, and that all forms of one prompt give the same tokens."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +144,7 @@ UNFIT = [
     (lambda model: model.encode(SHORT, "{{ messages[0] }}", prepend_bos=True), "template determines the start"),
     (lambda model: model.encode(SHORT, "{{ '' }}"), "returns no tokens for"),
     (lambda model: model.encode(SHORT, True), r"has no chat template\. Leave chat_template \(--chat\) out"),
+    (lambda model: templated(model, "hello").encode(SHORT, True), r"of /.*/tokenizer_config\.json lacks .*: 'hello'"),
     (lambda model: model.encode(SHORT, "{{ messages[0] | no_filter }}"), r"template failed .*No filter named"),
     (lambda model: model.encode(SHORT, "{{ messages[0]['content'] / 0 }}"), r"failed on a user turn \(TypeError: "),
     (lambda model: model.encode(SHORT, "{{ messages"), r"template failed on a user turn \(TemplateSyntaxError: "),
@@ -152,6 +156,13 @@ UNFIT = [
     *((lambda model, call=call: getattr(model, call)(3.5), r"a prompt is a text.*got 3\.5 \(float\)")
       for call in ("encode", "to_tokens", "run_with_cache", "run_with_hooks", "__call__", "forward")),
 ]  # fmt: skip
+
+
+def templated(model, template):
+    """The reader of the model's prompts, with a template in its tokenizer."""
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = template
+    return replace(model.reader, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(("call", "message"), UNFIT)

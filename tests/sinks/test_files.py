@@ -121,6 +121,7 @@ FORGED = {
     "a seed must be an integer; got '\\[\\]'": lambda data: data.assign_attrs(seed="[]"),
     "a seed must be an integer; got 1.5": lambda data: data.assign_attrs(seed=[1.5, 1]),
     "unmask_step": lambda data: data.drop_vars("unmask_step"),
+    "masked must have the axes": lambda data: data.assign(masked=data["masked"].astype(float)),
 }
 
 
