@@ -50,6 +50,10 @@ class HookFront(HookedRootModule):
         """All points that are on, in the order a step reaches them."""
         raise NotImplementedError
 
+    def is_on(self, name: str) -> bool:
+        """Whether there is a point of this name, in this spelling, and it is on."""
+        return name in self.hook_dict.keys() and bool(getattr(self.cfg, names.switch_of(name) or "", True))  # noqa: SIM118
+
     @property
     def spelled(self) -> Callable[[str], str]:
         """Returns the name of the point that any accepted spelling means, on or off; it can be pickled."""
@@ -66,6 +70,8 @@ class HookFront(HookedRootModule):
             HookNameError: a name or predicate, also one of several, matches no point.
             SettingError: a point is off, or `chosen` is neither names nor predicates.
         """
+        if isinstance(chosen, str) and self.is_on(chosen):  # a pass may have hooks on every point
+            return [chosen]
         known = self.point_names()
         found = {point for one in _several(chosen) for point in names.select(one, known, self.cfg.n_layers)}
         return known if chosen is None else [point for point in known if point in found]

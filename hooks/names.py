@@ -241,14 +241,22 @@ def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
     return {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for layer in range(n_layers) for old, new in below.items()}
 
 
-def _spellings(known: Sequence[str], n_layers: int) -> list[tuple[str, str]]:
-    """Spellings and points: of `aliases`, of points that are off, of some layers, of an encoder if `known` has any."""
+@cache
+def _spellings(n_layers: int, encoder: bool) -> dict[str, list[str]]:
+    """Spelling -> points: of `aliases`, of points that are off, of some layers, and of an encoder."""
     found = [("pos_embed.hook_out", POSITIONS.name), *aliases(n_layers).items()]
     for below in (_SWITCHED_ALIASES, _OPTIONAL_ALIASES):
         found += _in_blocks(below, n_layers).items()
-    if any(name.startswith(ENCODER) for name in known):
+    if encoder:
         found += [(f"{ENCODER}{spelling}", f"{ENCODER}{point}") for spelling, point in found]
-    return found
+    points: dict[str, list[str]] = {}
+    for spelling, point in found:
+        points.setdefault(spelling, []).append(point)
+    return points
+
+
+def _spellings_of(known: Sequence[str], n_layers: int) -> dict[str, list[str]]:
+    return _spellings(n_layers, any(name.startswith(ENCODER) for name in known))
 
 
 def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
@@ -276,8 +284,8 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         name = f"{match.group(1)}blocks.{layer % n_layers}.{rest}"
     if name in known:
         return name
-    spelled = _spellings(known, n_layers)
-    meant = [name, *(point for spelling, point in spelled if spelling == name)]
+    spelled = _spellings_of(known, n_layers)
+    meant = [name, *spelled.get(name, ())]
     for canonical in meant:
         if canonical in known:
             return canonical
@@ -291,7 +299,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     if name in _ELSEWHERE:
         raise HookNameError(f"there is no point {name!r} here; the same value is {_ELSEWHERE[name]}.")
     raise HookNameError(
-        f"no hook point is called {name!r}.{nearest(name, [*known, *(spelling for spelling, _ in spelled)])} "
+        f"no hook point is called {name!r}.{nearest(name, [*known, *spelled])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."
     )
 
@@ -314,8 +322,9 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     if isinstance(name, str):
         return [resolve(name, known, n_layers)]
     spellings: dict[str, list[str]] = {point: [point] for point in known}
-    for spelling, point in _spellings(known, n_layers):
-        spellings.get(point, []).append(spelling)
+    for spelling, points in _spellings_of(known, n_layers).items():
+        for point in points:
+            spellings.get(point, []).append(spelling)
     chosen = [point for point in known if any(name(spelling) for spelling in spellings[point])]
     if not chosen:
         raise HookNameError(

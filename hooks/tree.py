@@ -124,8 +124,7 @@ class HookTree(ModelWeights, HookFront):
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
-        passed = [name for name in self.hook_dict if not name.startswith("denoise.")]
-        on = [name for name in passed if getattr(self.cfg, names.switch_of(name) or "", True)]
+        on = [name for name in self.hook_dict if not name.startswith("denoise.") and self.is_on(name)]
         canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *on, *others]
 

@@ -15,6 +15,7 @@ Limitation: SQLite's rollback journal needs working file locks. On a network fil
 its own folder and `merge` the ledgers. A deleted record leaves no trace; its sample is evaluated again.
 """
 
+import errno
 import hashlib
 import json
 import sqlite3
@@ -48,7 +49,8 @@ COMMIT;
 RESTORE = "restore it from a copy, or copy its sound records with `sinklens merge {folder} --out NEW` and rerun there."
 NOT_READ = "{file} cannot be read ({error}); " + RESTORE
 DAMAGED = "{file}: {what} was damaged or edited after it was written; " + RESTORE
-NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; free some space and rerun."
+NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; {remedy} and rerun."
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)  # the second is a limit on the size of files
 WAIT = 60.0  # seconds that a process waits for another one's transaction
 ROWS = "SELECT run, kind, sample, record, sha256 FROM records"
 _parsed = partial(parse_json, error=ValueError, python=True)  # verdicts may be NaN
@@ -290,7 +292,9 @@ def _errors(text: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError, UnicodeEncodeError) as error:  # the last is of a folder's name
-        raise LedgerError(text.format(file=folder / FILE, folder=folder, error=error)) from error
+        full = getattr(error, "sqlite_errorcode", None) in FULL or getattr(error, "errno", None) == errno.ENOSPC
+        remedy = "free some space" if full else "remove the cause"
+        raise LedgerError(text.format(file=folder / FILE, folder=folder, error=error, remedy=remedy)) from error
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """When a point is watched, and which values hooks and trace blocks receive from it."""
 
+import cProfile
+
 import pytest
 import torch
-from building import random_ids, shared_model
+from building import random_ids, random_model, shared_model
 from torch import nn
 
 from sinklens.hooks import Point, Watch
@@ -96,3 +98,16 @@ def test_a_trace_block_reads_the_hooked_value_at_output_and_sets_what_hooks_rece
     assert torch.equal(before, computed)
     assert torch.equal(received[0], computed * 3)
     assert torch.equal(after, computed * 6)
+
+
+def test_the_cost_of_finding_hooks_by_name_is_linear_in_their_number():
+    """Counted in function calls, so that no clock decides."""
+
+    def calls(layers):
+        model, profile = random_model(num_hidden_layers=layers), cProfile.Profile()
+        names = [name for name in model.hook_names() if not name.startswith("denoise.")]
+        with profile:
+            model.run_with_hooks(random_ids(), fwd_hooks=[(name, lambda value, hook: None) for name in names])
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(16) < 5 * calls(4)
