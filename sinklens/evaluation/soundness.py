@@ -8,7 +8,8 @@
 - *undone damage*: the loss is measured again after each change that would undo a typical damage: a square matrix
   transposed, two modules of one shape or two neighbouring layers exchanged, a layer left out, another rope theta or
   epsilon of the norms. A change makes a sound model worse. One that improves a model points to the damage.
-- *layers*: weights that are zero, or whose root mean square is far from that of their neighbours.
+- *layers*: weights that are zero, or whose root mean square is far from that of their neighbours; attention whose
+  entropy, in one pass, is far from the neighbours'.
 
 Limitation: if the model knows neither text, the first two checks are open, unless a change makes it know one. A damage
 that costs less than 1 % of the loss goes unnoticed, as does any that no listed change undoes, unless the loss or the
@@ -52,12 +53,13 @@ KNOWN_BELOW = 0.6  # share of log(vocabulary) below which a text counts as known
 CLEAR = (1.01, 4.0)  # factor of the loss and standard errors: a small gain of many tokens
 LARGE = (2.0, 1.5)
 FAR = 10.0  # factor between the size of a weight and that in the nearest layers
+UNLIKE = 3.0  # the same for attention; below 2 in every shipped model
 THETAS = (0.02, 0.1, 10.0, 50.0)
 EPSILONS = (1e-6, 1e-5)
 EXPECTED = {
     "loss": f"below {KNOWN_BELOW:g} of log(vocabulary), and below the loss of shuffled text",
     "undone damage": "no change improves the loss",
-    "layers": f"no layer is zero, or {FAR:g} times its neighbours",
+    "layers": f"no layer is zero, {FAR:g} times its neighbours, or attends with {UNLIKE:g} times their entropy",
 }
 PARAMETER = re.compile(r"(.+?)\.(\d+)\.(.+)\.(\w+)")  # stack of layers, layer, module and name
 Weights = dict[str, Tensor]
@@ -224,7 +226,7 @@ def _settings(model: "Model") -> Iterator[Change]:
 
 
 def layer_check(model: "Model") -> Damage:
-    """Whether the weights of a layer are far from those of the others."""
+    """Whether the weights or the attention of a layer are far from those of the others."""
     measured: dict[str, dict[int, float]] = {}
     for stack, layers in _layers(model).items():
         for layer, modules in layers.items():
@@ -232,16 +234,40 @@ def layer_check(model: "Model") -> Damage:
                 if name.endswith("weight") or value.ndim > 1:  # biases may be zero
                     size = measured.setdefault(f"size of {stack}.{{}}.{name}", {})
                     size[layer] = float(value.detach().float().square().mean().sqrt())
-    odd = [f"the {what.format(layer)} is {text}" for what, found in measured.items() for layer, text in _far(found)]
+    odd = [
+        f"the {what.format(layer)} is {text}"
+        for group, factor in ((measured, FAR), (_attention(model), UNLIKE))
+        for what, found in group.items()
+        for layer, text in _far(found, factor)
+    ]
     more = f" and {len(odd) - 3} more" * (len(odd) > 3)
     return Damage("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
 
 
-def _far(found: dict[int, float]) -> Iterator[tuple[int, str]]:
+def _attention(model: "Model") -> dict[str, dict[int, float]]:
+    """Per layer, the entropy of attention as a share of that of even attention."""
+    if model.tree.architecture.encoder:
+        return {}
+    shares: dict[int, float] = {}
+
+    def measure(pattern: Tensor, hook: Any) -> None:
+        even = (pattern > 0).sum(dim=-1).log().sum()
+        shares[hook.layer()] = float(torch.special.entr(pattern.float()).sum() / even)
+
+    texts = _texts(model)
+    ids = [*texts[0][0].prompt, *texts[0][0].answer] if texts else range(min(24, model.cfg.d_vocab))
+    time: dict[str, Any] = {"time": NOISE} if model.tree.timed else {}
+    with torch.no_grad():
+        row = torch.tensor([[*ids]], device=model.cfg.device)
+        model.tree.run_with_hooks(row, fwd_hooks=[(lambda name: name.endswith("hook_pattern"), measure)], **time)
+    return {"entropy of attention in layer {}": shares}
+
+
+def _far(found: dict[int, float], factor: float) -> Iterator[tuple[int, str]]:
     """The layers whose number is zero, or far from that of both neighbours."""
     for layer, value in found.items():
         others = sorted((one for one in found if one != layer), key=lambda one: abs(one - layer))
         beside = [found[near] for near in others[:2] if found[near]]
-        apart = all(not 1 / FAR < value / near < FAR for near in beside) and len(found) > 2
+        apart = all(not 1 / factor < value / near < factor for near in beside) and len(found) > 2
         if value == 0 or not math.isfinite(value) or (beside and apart):
             yield layer, f"{value:.3g}, beside {' and '.join(f'{near:.3g}' for near in beside) or 'zeros'}"

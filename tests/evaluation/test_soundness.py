@@ -49,6 +49,10 @@ def scaled(layers, hf):
     layers[1].mlp.up_proj.weight.data.mul_(30)
 
 
+def sharpened(layers, hf):
+    layers[1].self_attn.q_proj.weight.data.mul_(8)
+
+
 def random(layers, hf):
     torch.manual_seed(0)
     for module in hf.modules():
@@ -67,6 +71,7 @@ DAMAGES = {
     "epsilon": (epsilon, UNDONE, "epsilon 1e-06"),
     "a zero layer": (zero, "layers", "layers.2.self_attn.q_proj.weight is 0, beside"),
     "a scaled matrix": (scaled, "layers", "layers.1.mlp.up_proj.weight is"),
+    "sharp attention": (sharpened, "layers", "the entropy of attention in layer 1 is"),
     "random weights": (random, "loss", "nats per token"),
 }
 
