@@ -48,8 +48,9 @@ train: $(STAMP)  ## train the shipped models again; resumes an interrupted run
 bench: $(STAMP)  ## measure the cost of watching
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
-gpu: $(STAMP)  ## check sinklens on this machine's GPU and measure it (a CPU reports what it cannot check)
-	$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
+gpu: $(STAMP)  ## measure sinklens on this machine's GPU and check it, in three minutes (a CPU reports what it cannot check)
+	$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu --stage figures --out sinklens-figures.json $(ARGS)
+	$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu --stage checks -n 4 $(ARGS)
 
 notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -49,13 +49,24 @@ def compare(
     device: torch.device = CPU,
 ) -> Ratio:
     """Time `a` and `b` in turn, after one warm-up run of each; `less` seconds are subtracted from every time."""
-    a(), b()
-    times = [(seconds(a, device) - less, seconds(b, device) - less) for _ in range(pairs)]
-    ratios = sorted(x / y for x, y in times)
-    return Ratio(
-        what, statistics.median(ratios), ratios[0], ratios[-1], pairs,
-        statistics.median(x for x, _ in times), statistics.median(y for _, y in times),
-    )  # fmt: skip
+    first, second = in_turn((a, b), pairs, device)
+    return ratio_of(what, [time - less for time in first], [time - less for time in second])
+
+
+def in_turn(works: Iterable[Callable[[], object]], rounds: int, device: torch.device = CPU) -> list[list[float]]:
+    """The times of each work, timed in turn after one warm-up run of each."""
+    works = [*works]
+    for work in works:
+        work()
+    times = [[seconds(work, device) for work in works] for _ in range(rounds)]
+    return [[*of_one] for of_one in zip(*times, strict=True)]
+
+
+def ratio_of(what: str, a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """The ratio of times that were measured in turn."""
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    median = statistics.median(ratios)
+    return Ratio(what, median, ratios[0], ratios[-1], len(ratios), statistics.median(a), statistics.median(b))
 
 
 def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:

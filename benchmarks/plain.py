@@ -65,14 +65,20 @@ def plain_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:
     with torch.no_grad():
         canvas = blank(prompt)
         for _ in range(steps):
-            where = canvas == MASK
-            logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
-            candidates = logits.argmax(-1)
-            confidence = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
-            proposed = canvas.masked_scatter(where, candidates)
-            blocked = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
-            _commit(canvas, proposed, blocked.masked_scatter(where, confidence), ANSWER // steps)
+            plain_step(hf, canvas, ANSWER // steps)
         return canvas
+
+
+def plain_step(hf: LlamaForCausalLM, canvas: Tensor, count: int) -> Tensor:
+    """A step of it, which writes `count` tokens in each row; returns the logits of the masked positions."""
+    where = canvas == MASK
+    logits = hf.lm_head(hf.model(input_ids=canvas, use_cache=False).last_hidden_state[where]).float()
+    candidates = logits.argmax(-1)
+    confidence = logits.softmax(-1, dtype=torch.float64).gather(-1, candidates[:, None])[:, 0]
+    proposed = canvas.masked_scatter(where, candidates)
+    blocked = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
+    _commit(canvas, proposed, blocked.masked_scatter(where, confidence), count)
+    return logits
 
 
 def reference_loop(hf: LlamaForCausalLM, prompt: Tensor, steps: int) -> Tensor:

@@ -9,6 +9,7 @@ from gpu.kernels import Case, compare_kernels
 from gpu.report import Finding, Report, findings_of
 
 from benchmarks.plain import plain_loop, random_llada, reference_loop, twin
+from sinklens.model import load
 
 GIVEN = {"gen_length": 8, "block_length": 8, "steps": 8}
 
@@ -62,6 +63,20 @@ def test_a_different_decision_without_noise_fails(monkeypatch):
     monkeypatch.setattr(agreement, "_run", remasking_randomly)
     with pytest.raises(AssertionError, match=r"decisions .* apart differ, where logits differ by 0"):
         same_tokens(shared_model(), plain, random_ids(length=9), GIVEN)
+
+
+def test_a_decision_unlike_the_plain_loops_is_a_tie_or_a_fault(monkeypatch):
+    plain, ids = random_llada(64, 2, 4, 97), samples.random_ids(2, 20, 90) + 2
+    assert str(agreement.decisions(load(twin(plain)), plain, ids, 4)).startswith("0 of 8 decisions differ")
+    other = twin(plain)
+    noise = torch.randn(other.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight + 0.02 * noise)
+    found = agreement.decisions(load(other), plain, ids, 4)
+    assert str(found).startswith(
+        f"{len(found.differing)} of 8 decisions differ on the same canvases, 0 of them by ties"
+    )
+    monkeypatch.setattr(agreement, "TIED", 1e9)
+    assert f", {len(found.differing)} of them by ties; the first, in step 0, row " in str(found)
 
 
 CPU = torch.device("cpu")

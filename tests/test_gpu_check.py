@@ -57,6 +57,39 @@ def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
     assert "it takes two GPUs; there are none" in done.stdout
 
 
+UNINSTALLED = """
+import importlib.metadata
+
+original = importlib.metadata.Distribution.from_name.__func__
+
+def from_name(cls, name):
+    if name == "sinklens":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return original(cls, name)
+
+importlib.metadata.Distribution.from_name = classmethod(from_name)
+"""
+
+
+def test_the_figures_are_measured_first_in_a_copy_that_is_not_installed(tmp_path):
+    """A rehearsal with small shapes; the other stage has none of them."""
+    (tmp_path / "uninstalled.py").write_text(UNINSTALLED)
+    figures = [*CHECK, "-p", "uninstalled", "--stage"]
+    done, content, findings = run([*figures, "figures"], tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    statuses = [finding["status"] for finding in content["findings"]]
+    assert statuses == ["measured", "measured", "measured", "not checked", "measured", "passed"]
+    assert "0 of 2 decisions differ" in findings[DECISIONS]["detail"]
+    assert done.stdout.count("nothing watched ÷ plain transformers SDPA") == 2, "as it ends, and in the table"
+    done, content, _ = run([*figures, "figures", "--only", DECISIONS], tmp_path, PYTHONPATH=str(tmp_path))
+    assert [finding["what"] for finding in content["findings"]] == [DECISIONS]
+    (tmp_path / "sinklens-check.json").write_text('{"findings": []}')
+    assert run([*figures, "checks", "--only", DECISIONS], tmp_path, PYTHONPATH=str(tmp_path))[0].returncode == 0
+
+
+DECISIONS = "steps that the plain loop decides otherwise on the same canvas (S = 128, batch 1)"
+
+
 def test_a_hang_and_a_broken_device_each_cost_one_test(tmp_path):
     (tmp_path / "planted_faults.py").write_text(PLANTED)
     chosen = ["-m", "hooking", "-k", "sums or block or masked or guidance"]

@@ -15,12 +15,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 
 from cyclopts import App, CycloptsError, Parameter
 
 from sinklens.errors import SinklensError
 from sinklens.utils.escaping import say, spelled
+from sinklens.utils.versions import version_of
 
 COMMANDS = {  # name -> the function or the App that it calls, and what `sinklens --help` says of it
     "demo": (
@@ -82,7 +82,7 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
 def build() -> App:
     """The command line; a flag has no ``--no-`` form unless its option says so."""
     app = App(
-        name="sinklens", version=f"sinklens {version('sinklens')}", help_format="plaintext",
+        name="sinklens", version=f"sinklens {version_of('sinklens')}", help_format="plaintext",
         help="Look inside diffusion language models while they denoise.",
         help_epilogue="From Python: sinklens.load, sinklens.trace, sinklens.generate.",
         default_parameter=Parameter(negative=(), consume_multiple=True),

@@ -4,11 +4,19 @@ Reading a version parses the package's metadata, which takes milliseconds; each 
 """
 
 from functools import cache
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 
-version_of = cache(version)
+
+@cache
+def version_of(name: str) -> str:
+    """The installed version; of sinklens in a folder that was copied without an installation, "not installed"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        require(name == "sinklens", f"the package {name} is not installed; run pip install {name}.", SinklensError)
+        return "not installed"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -26,6 +34,8 @@ def check_versions(*packages: str) -> None:
     """
     from packaging.requirements import Requirement
 
+    if version_of("sinklens") == "not installed":
+        return
     needed = {needs.name: needs.specifier for needs in map(Requirement, requires("sinklens") or ())}
     for name in packages:
         installed = version_of(name)

@@ -9,11 +9,12 @@ gap of their logits; two positions by the gap of the log-odds of their best toke
 Limitation: after a tie the two runs diverge, and later steps are not compared.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.plain import ANSWER, MASK, plain_step
 from sinklens.hooks import Point
 from sinklens.model import Model
 from sinklens.runs import Generation, generate
@@ -79,11 +80,52 @@ def same_tokens(reference: Model, model: Model, prompt: Any, given: dict[str, An
         f"step {step}: logits differ by {noise:.2g} on the same canvas, which is more than rounding"
     )
     for row in differ[:, step + 1].nonzero()[:, 0].tolist():
-        separation = _separation(expected[row], *(run.canvas[row, step : step + 2] for run in (wanted, found)))
-        assert separation <= TIED * noise, (
-            f"step {step}, row {row}: decisions {separation:.2g} apart differ, where logits differ by {noise:.2g}"
+        apart = separation(expected[row], *(run.canvas[row, step : step + 2] for run in (wanted, found)))
+        assert apart <= TIED * noise, (
+            f"step {step}, row {row}: decisions {apart:.2g} apart differ, where logits differ by {noise:.2g}"
         )
     return f"the same until step {step}, where decisions are tied (logits differ by {noise:.2g})"
+
+
+class Decisions(NamedTuple):
+    """Steps of a run that a plain loop decides otherwise on the same canvases, and their separations.
+
+    Attributes:
+        differing: (step, row, separation by sinklens' logits, by the plain loop's, resolution of the logits' type).
+        all: number of steps and rows.
+    """
+
+    differing: list[tuple[int, int, float, float, float]]
+    all: int
+
+    def __str__(self) -> str:
+        """How many differ, how many of these are ties, and the first."""
+        tied = sum(max(ours, plain) <= TIED * step for _, _, ours, plain, step in self.differing)
+        text = f"{len(self.differing)} of {self.all} decisions differ on the same canvases, {tied} of them by ties"
+        for step, row, ours, plain, least in self.differing[:1]:
+            text += f"; the first, in step {step}, row {row}, by {ours:.2g} here and {plain:.2g} in the plain loop, "
+            text += f"where numbers are {least:.2g} apart"
+        return text
+
+
+@torch.no_grad()
+def decisions(model: Model, hf: Any, prompt: Tensor, steps: int) -> Decisions:
+    """Compare each step of a greedy run with a step of the plain loop on the same canvas."""
+    given = {"gen_length": ANSWER, "block_length": ANSWER, "steps": steps}
+    run, differing = _run(model, prompt, record_sinks=False, **given), []
+    for step in range(steps):
+        before, after = (run.canvas[:, step + late].to(prompt.device) for late in (0, 1))
+        other, where = before.clone(), before == MASK
+        plain = torch.zeros(*before.shape, model.cfg.d_vocab, device=before.device)
+        plain[where] = plain_step(hf, other, ANSWER // steps)
+        rows = (after != other).any(dim=1).nonzero()[:, 0].tolist()
+        ours = _logits(model, prompt, given, run, step) if rows else plain
+        for row in rows:
+            canvases = [torch.stack([before[row], one[row]]).cpu() for one in (after, other)]
+            least = torch.finfo(model.tree.hf.dtype).eps * float(plain[row].abs().max())
+            separations = [separation(logits[row].cpu().double(), *canvases) for logits in (ours, plain)]
+            differing.append((step, row, *separations, least))
+    return Decisions(differing, steps * len(prompt))
 
 
 def _run(model: Model, prompt: Any, **given: Any) -> Generation:
@@ -103,7 +145,7 @@ def _logits(model: Model, prompt: Any, given: dict[str, Any], run: Generation, s
     return kept[step]
 
 
-def _separation(logits: Tensor, wanted: Tensor, found: Tensor) -> float:
+def separation(logits: Tensor, wanted: Tensor, found: Tensor) -> float:
     """The separation of two decisions of one row, each given as the canvas before and after the step."""
     where = (wanted[1] != found[1]).nonzero()[:, 0]
     if logits.shape[0] == 1:  # an autoregressive step has only the newest position

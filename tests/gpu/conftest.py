@@ -1,7 +1,8 @@
 """The check of a device: its options, the device under test, and the choice of tests for it.
 
 ``make gpu``, or ``python -m pytest -c tests/gpu/pytest.ini tests/gpu [--out FILE] [--device D] [--minutes N]
-[-m PARTS] …`` from the root. The exit status is 1 if a test about correctness failed. Without an
+[--only TEXT] …`` from the root. ``make gpu`` measures first, alone on the device, and then checks with four workers;
+each of the two starts no test after `--minutes`. The exit status is 1 if a test about correctness failed. Without an
 accelerator the tests run on the CPU, at small sizes, and report what they could not check. sinklens is imported from
 the checkout, installed or not.
 
@@ -35,10 +36,17 @@ from benchmarks.measuring import settle  # noqa: E402
 OPTIONS: dict[str, tuple[Any, str]] = {  # the default, and the help
     "device": ("", "e.g. cuda:1 or cpu; by default this machine's accelerator"),
     "out": ("sinklens-check.json", "JSON file (default: %(default)s)"),
-    "minutes": (9.5, "start no test after this time (default: %(default)s)"),
+    "minutes": (1.4, "start no test after this time (default: %(default)s)"),
+    "stage": ("", "figures: only those that decide; checks: only the rest; by default both, the figures first"),
+    "only": ("", "only tests whose part or description contains this text"),
 }
 UNTIL = pytest.StashKey[float]()
-MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(reason)": "needs CUDA"} | PARTS
+MARKERS = {
+    "figures": "decides, and runs first",
+    "large": "only with an accelerator",
+    "small": "only on a CPU",
+    "cuda(reason)": "needs CUDA",
+} | PARTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,11 +102,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the tests for the device, describe them, and order them by part."""
     device = _device(config)
-    other = "large" if device.type == "cpu" else "small"
-    dropped = {item for item in items if item.get_closest_marker(other)}
+    other, stage, only = "large" if device.type == "cpu" else "small", _option(config, "stage"), _option(config, "only")
+    dropped = {
+        item for item in items
+        if item.get_closest_marker(other)
+        or (stage and (stage == "figures") != bool(item.get_closest_marker("figures")))
+        or only not in f"{part_of(item.path)}: {_sentence(item)}"
+    }  # fmt: skip
     config.hook.pytest_deselected(items=[*dropped])
     items[:] = [item for item in items if item not in dropped]
-    items.sort(key=lambda item: [*PARTS].index(part_of(item.path)))
+    order = ["speed", *PARTS]
+    items.sort(key=lambda item: (not item.get_closest_marker("figures"), order.index(part_of(item.path))))
     for item in items:
         item.add_marker(part_of(item.path))
         item.user_properties.append(("what", _sentence(item)))

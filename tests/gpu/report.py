@@ -5,7 +5,7 @@ parameters. Details and figures are recorded as properties of the test; a proper
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +105,11 @@ class Report:
     device: str
     findings: list[Finding] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    line: Callable[[str], object] = print
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Print every figure and every failure as it comes."""
+        self.line = session.config.get_terminal_writer().line
 
     def pytest_report_header(self) -> str:
         """What is checked, and where the findings are."""
@@ -116,6 +121,9 @@ class Report:
         self.seconds[part] = self.seconds.get(part, 0.0) + report.duration
         found = [*findings_of(report)]
         self.findings += found
+        for finding in found:
+            if finding.status in ("measured", "failed"):
+                self.line(f"\n{finding}")
         if found:
             seconds = {part: round(took, 1) for part, took in self.seconds.items()}
             listed = [asdict(finding) for finding in self.findings]
@@ -126,7 +134,8 @@ class Report:
     def exit_status(self, status: int) -> int:
         """Pytest's exit status, or 0 if only measurements failed."""
         failed = {finding.part for finding in self.findings if finding.status == "failed"}
-        return 0 if status == pytest.ExitCode.TESTS_FAILED and failed == {"speed"} else status
+        empty = status == pytest.ExitCode.NO_TESTS_COLLECTED  # --only may name tests of the other stage
+        return 0 if empty or (status == pytest.ExitCode.TESTS_FAILED and failed == {"speed"}) else status
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Set the exit status."""

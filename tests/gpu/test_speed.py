@@ -8,17 +8,23 @@ Each figure is the ratio of two implementations of the same work, timed in turn;
 memory or time is not sufficient for a size, that size is not checked.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpu.agreement import decisions
 from torch import Tensor
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-from benchmarks.measuring import Ratio, compare, peak
+from benchmarks.measuring import Ratio, compare, in_turn, peak, ratio_of, seconds, settle
 from benchmarks.plain import (
     ANSWER,
     LLADA_8B,
@@ -33,6 +39,7 @@ from benchmarks.plain import (
     twin,
 )  # fmt: skip
 from sinklens.errors import DeviceMemoryError
+from sinklens.evaluation.cards import CARDS
 from sinklens.hooks.attention import column_sums
 from sinklens.interventions import MaskSinks
 from sinklens.model import Model, load
@@ -115,11 +122,10 @@ class Works:
     """What is compared at one size."""
 
     def __init__(self, bench: Bench, size: Size) -> None:
-        self.steps = 2 if bench.small or size.length * size.rows > 4096 else 8
+        self.steps = 2 if bench.small else 8 if size.length * size.rows <= 1024 else 4
         given, five = (bench.prompt(*size), self.steps), MaskSinks(top_k=5)
         self.unwatched, self.recorded = partial(bench.run, *given, False), partial(bench.run, *given, True)
         self.masked = partial(bench.run, *given, False, five)
-        self.masked_and_recorded = partial(bench.run, *given, True, five)
         self.plain, self.published = (partial(loop, bench.plain, *given) for loop in (plain_loop, reference_loop))
 
 
@@ -133,32 +139,98 @@ def bench(device: torch.device) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module", params=[
     pytest.param(Size(128, 1), marks=pytest.mark.small),
-    *(pytest.param(Size(length, rows), marks=pytest.mark.large) for rows in (1, 8) for length in (512, 1024, 4096)),
+    *(pytest.param(Size(*each), marks=pytest.mark.large) for each in ((512, 1), (1024, 1), (4096, 1), (512, 8))),
 ])  # fmt: skip
 def size(request: pytest.FixtureRequest) -> Size:
     """A size; all tests of one size run before the next."""
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def works(bench: Bench, size: Size) -> Works:
     """What is compared at this size."""
     return Works(bench, size)
 
 
+@pytest.fixture(scope="module")
+def times(bench: Bench, size: Size, works: Works) -> dict[str, list[float]]:
+    """The times of the runs that the ratios compare, in turn."""
+    names, rounds = ("plain", "unwatched", "recorded", "masked"), 5 if works.steps == 8 else 3
+    with enough_memory():
+        return dict(zip(names, in_turn([getattr(works, name) for name in names], rounds, bench.device), strict=True))
+
+
+@pytest.mark.figures
 @pytest.mark.parametrize(("what", "a", "b", "aim"), [
     ("nothing watched ÷ plain transformers SDPA", "unwatched", "plain", 1.02),
     ("sinks recorded ÷ not recorded", "recorded", "unwatched", 1.05),
     ("MaskSinks(5) ÷ not, nothing recorded", "masked", "unwatched", 1.10),
-    ("MaskSinks(5) ÷ not, sinks recorded in both", "masked_and_recorded", "recorded", None),
-    ("complete run, sinks recorded ÷ the published procedure", "recorded", "published", 1.0),
 ])  # fmt: skip
 def test_ratios(
-    what: str, a: str, b: str, aim: float | None, size: Size, bench: Bench, works: Works, finding: Callable[..., None]
+    what: str, a: str, b: str, aim: float, size: Size, bench: Bench, times: dict[str, list[float]],
+    finding: Callable[..., None],
 ) -> None:  # fmt: skip
     """{what} ({size})"""
-    ratio = bench.ratio(getattr(works, a), getattr(works, b))
+    ratio = ratio_of(what, times[a], times[b])
     finding(f"{bench}; {_spread(ratio)}", value=ratio.median, aim=None if bench.small else aim)
+
+
+@pytest.mark.figures
+def test_roofline(
+    size: Size, bench: Bench, works: Works, times: dict[str, list[float]], finding: Callable[..., None]
+) -> None:
+    """a recorded step ÷ what the card could do ({size})"""
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "a CPU"
+    card = next((one for one in CARDS.values() if one.reported in name), None)
+    if card is None:
+        pytest.skip(f"the peak of {name} is not in sinklens/evaluation/cards.py")
+    with FlopCounterMode(display=False) as counted, enough_memory():
+        works.plain()
+    step = median(times["recorded"]) / works.steps
+    read = sum(weight.nbytes for weight in bench.plain.parameters())
+    possible = max(counted.get_total_flops() / works.steps / card.peak, read / card.bandwidth)
+    finding(f"{step * 1e3:.1f} ms a step; {possible * 1e3:.1f} ms on {card.name}", value=step / possible, aim=1.67)
+
+
+@pytest.mark.figures
+def test_decisions(size: Size, bench: Bench, works: Works, finding: Callable[..., None]) -> None:
+    """steps that the plain loop decides otherwise on the same canvas ({size})"""
+    if size.length > 1024:
+        pytest.skip("the logits of the smaller sizes show as much")
+    found = decisions(bench.model, bench.plain, bench.prompt(*size), works.steps)
+    finding(str(found), value=len(found.differing) / found.all, aim=0)
+
+
+@pytest.mark.figures
+def test_profile(bench: Bench, finding: Callable[..., None]) -> None:
+    """milliseconds without a kernel in a recorded step, and what takes the time"""
+    prompt = bench.prompt(128 if bench.small else 512, 1)
+    bench.run(prompt, 1, True)
+    taken = seconds(lambda: bench.run(prompt, 1, True), bench.device)
+    with profile() as profiled:
+        bench.run(prompt, 1, True)
+        settle(bench.device)
+    on_device = sorted(
+        (one.time_range.start, one.time_range.end, one.name)
+        for one in profiled.events() if one.device_type.name == "CUDA"
+    )  # fmt: skip
+    busy, gaps = sum(end - start for start, end, _ in on_device) / 1e3, Counter[str]()
+    for (_, end, _), (start, _, name) in pairwise(on_device):
+        gaps[name[:60]] += max(0, start - end)
+    text = f"{taken * 1e3:.1f} ms, of which {len(on_device)} kernels take {busy:.1f} ms"
+    text += "; longest gaps before " + ", ".join(f"{name} {gap / 1e3:.1f} ms" for name, gap in gaps.most_common(6))
+    for one in sorted(profiled.key_averages(), key=lambda one: -one.self_cpu_time_total - one.self_device_time_total)[
+        :12
+    ]:
+        text += f"; {one.key}: {one.count} calls, {one.self_cpu_time_total / 1e3:.1f} ms here, "
+        text += f"{one.self_device_time_total / 1e3:.1f} ms there"
+    finding(text, value=taken * 1e3 - busy if on_device else None)
+
+
+def test_complete_run(size: Size, bench: Bench, works: Works, finding: Callable[..., None]) -> None:
+    """complete run, sinks recorded ÷ the published procedure ({size})"""
+    ratio = bench.ratio(works.recorded, works.published)
+    finding(f"{bench}; {_spread(ratio)}", value=ratio.median, aim=None if bench.small else 1.0)
 
 
 def _spread(ratio: Ratio) -> str:
