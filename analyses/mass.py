@@ -5,7 +5,8 @@ random keys. Whether a key matters *because* it is a sink can be asked only at e
 keys that are no sinks, over all heads of a layer, until they receive together what the masked keys of that layer and
 step receive (one head has too few: its other keys share what its sink leaves over). The draw is made once for each
 prompt, so control keys last, as sinks do. ``pick="same_mass"`` of a mask draws in the same way while a run goes on,
-by the scores of the step before, since those of step t are not known yet.
+by the scores of the step before, since those of step t are not known yet; an evaluation takes those of the unmasked
+run.
 
 A mask at step t hides the keys that the scores of step t − 1 choose. *Removed* is the share of all attention that these
 keys receive at step t in the run with nothing masked. In an autoregressive model that is the attention of the newest

@@ -126,9 +126,9 @@ def masking(
         counts: values of K. "unmasked" is always included as the baseline.
         controls: for each K also mask other keys, in the same heads and steps, as many unless stated otherwise:
             "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind",
-            those with the same kinds of token; "same_mass", those that are no sinks and together receive the attention
-            of a layer's strongest; "nearest", the nearest positions; "weakest"; "random_any", drawn at every step and
-            possibly among the strongest.
+            those with the same kinds of token; "same_mass", those that are no sinks and in the unmasked run receive
+            together the attention of a layer's strongest; "nearest", the nearest positions; "weakest"; "random_any",
+            drawn at every step and possibly among the strongest.
         queries: as in `MaskSinks`.
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
@@ -205,7 +205,8 @@ def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, s
     seed = seed if pick in DRAWN else 0  # the others draw nothing
     hook = replace(strongest, where=replace(strongest.where, pick=pick, persistent=persistent, seed=seed))
     of_strongest = pick not in ("random_any", "weakest")
-    return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=of_unmasked and of_strongest)
+    steady = (of_unmasked and of_strongest) or pick == "same_mass"  # once keys are masked, the attention is not theirs
+    return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=steady)
 
 
 def _name(count: int, noun: str, hook: MaskKeys) -> str:

@@ -64,7 +64,8 @@ def same_mass(
     """
     total, number = (scores * there).sum(dim=-1, keepdim=True), there.sum(dim=-1, keepdim=True)
     no_sink = scores - (total - scores) / (number - 1) <= EpsilonOverMean().epsilon
-    flat = (part.flatten(2) for part in (order, scores, found, allowed & ~found & no_sink))
+    rest = allowed & ~found & no_sink & (scores > 0)  # of keys that were masked before, any number would fit
+    flat = (part.flatten(2) for part in (order, scores, found, rest))
     return of_mass(*flat).view_as(found)
 
 

@@ -39,6 +39,7 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
         (hook,) = found[control].hooks
         assert (hook.where.persistent, hook.where.seed) == (True, 4)
         assert hook.where.pick == control
+    assert masking([1], ["same_mass"])[-1].of_unmasked
     assert found["random_any"].hooks == (MaskSinks(pick="random_any", seed=4),)
     of_unmasked = [name for name, condition in found.items() if condition.of_unmasked]
     assert of_unmasked == ["steady", "random", "same_mass", "same_kind", "nearest"]
