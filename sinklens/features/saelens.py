@@ -23,6 +23,8 @@ from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
+from sinklens.features.dictionaries import DICTIONARY, DICTIONARY_CONFIG, read_dictionary
+from sinklens.model.files import download
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
 from sinklens.utils.integers import as_integer
@@ -66,15 +68,17 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
     """Read an SAE, in float32.
 
     Args:
-        folder: a folder in SAELens's format, or the name of a shipped SAE.
+        folder: a folder in SAELens's format or in that of dictionary_learning; the name of a shipped SAE; or a
+            repository on the hub and a folder in it, such as
+            "AwesomeInterpretability/llada-mask-topk-sae/resid_post_layer_26/trainer_2".
         device: where the weights are put.
 
     Raises:
-        CheckpointError: there is no such folder, a file is missing or broken, or the SAE is of a kind that is not
-            supported; the message names the key or the weight.
+        CheckpointError: there is no such folder, it could not be downloaded, a file is missing or broken, or the SAE is
+            of a kind that is not supported; the message names the key or the weight.
     """
     path = _found(folder)
-    config, weights = _config(path), _weights(path)
+    config, weights = read_dictionary(path) if (path / DICTIONARY).is_file() else (_config(path), _weights(path))
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
     _check_config(about, kind, path)
@@ -124,12 +128,17 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
 def _found(folder: str | Path) -> Path:
     if str(folder) in shipped_saes():
         return Path(str(resources.files("sinklens.features") / SHIPPED_FOLDER / str(folder)))
-    if not Path(folder).is_dir():
+    owner, *names = Path(folder).parts
+    if Path(folder).is_dir():
+        return Path(folder)
+    if not names or owner.startswith((".", "~", "/")):
         raise CheckpointError(
-            f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}); "
-            f"download the SAE and pass the folder that contains {CONFIG}.{nearest(str(folder), shipped_saes())}"
+            f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}) "
+            f"nor a folder of a repository on the hub.{nearest(str(folder), shipped_saes())}"
         )
-    return Path(folder)
+    inner = Path(*names[1:])
+    wanted = [str(inner / name) for name in (CONFIG, WEIGHTS, DICTIONARY_CONFIG, DICTIONARY)]
+    return download(f"{owner}/{names[0]}", None, wanted) / inner
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -177,7 +186,7 @@ def _check_weights(weights: Collection[str], kind: SAEArchitecture, path: Path) 
     surplus = [name for name in weights if name not in READ[kind]]
     if missing or surplus:
         raise CheckpointError(
-            f"{path / WEIGHTS} must hold {', '.join(READ[kind])} for architecture {kind!r}; missing: "
+            f"{path}: the weights must be {', '.join(READ[kind])} for architecture {kind!r}; missing: "
             f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
         )
 
@@ -185,7 +194,7 @@ def _check_weights(weights: Collection[str], kind: SAEArchitecture, path: Path) 
 def _k(config: Mapping[str, Any], path: Path) -> int:
     k = config.get("k", (config.get("activation_fn_kwargs") or {}).get("k"))
     if (number := as_integer(k)) is None:
-        raise CheckpointError(f"{path}: architecture 'topk' needs an integer k in {CONFIG}; got {k!r}.")
+        raise CheckpointError(f"{path}: architecture 'topk' needs an integer k in its config; got {k!r}.")
     return number
 
 
@@ -193,6 +202,6 @@ def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) 
     for name in ("d_in", "d_sae"):
         if config.get(name, getattr(sae, name)) != getattr(sae, name):
             raise CheckpointError(
-                f"{path}: {CONFIG} says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
+                f"{path}: the config says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
                 f"files belong to different SAEs."
             )

@@ -100,7 +100,8 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}",
         CheckpointError,
     )
-    return _download(str(name_or_path), revision, weights)
+    wanted = [pattern for pattern in _DOWNLOADED if weights or pattern != "*.safetensors"]
+    return download(str(name_or_path), revision, wanted)
 
 
 def _of_gguf(path: Path) -> Path:
@@ -118,12 +119,16 @@ def _of_gguf(path: Path) -> Path:
     return converted(held[0])
 
 
-def _download(name: str, revision: str | None, weights: bool) -> Path:
+def download(name: str, revision: str | None, wanted: list[str]) -> Path:
+    """The local folder of a repository on the hub, with the files whose names match one of the patterns `wanted`.
+
+    Raises:
+        CheckpointError: it could not be downloaded.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
 
     offline = bool(constants.HF_HUB_OFFLINE)
-    wanted = [pattern for pattern in _DOWNLOADED if weights or pattern != "*.safetensors"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except (OSError, HTTPError, HFValidationError) as error:

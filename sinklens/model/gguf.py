@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 from sinklens.errors import CheckpointError, CheckpointWarning, require, warn_caller
 from sinklens.families.llada import CONFIG as LLADA_CONFIG
 from sinklens.families.llada import LLADA_DEFAULTS, LLADA_REQUIRED
-from sinklens.families.translation import UNBUILDABLE
 from sinklens.utils.folders import cache_folder
 
 VERSION = 1  # of what is written; folders of another version are not reused
@@ -39,23 +38,22 @@ class Architecture(NamedTuple):
     """What llama.cpp's name of an architecture stands for.
 
     Attributes:
-        model_type, model_class: those of the published checkpoints.
+        model_type: that of the published checkpoints.
         paired: whether neighboring rows of a head are rotated together.
         shift: the ``diffusion.shift_logits`` that a file may have; None if it may have none.
     """
 
     model_type: str
-    model_class: str
     paired: bool = False
     shift: bool | None = None
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", paired=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "llada": Architecture("llada", "LLaDAModelLM", paired=True, shift=False),
-    "dream": Architecture("Dream", "DreamModel", shift=True),
+    "llama": Architecture("llama", paired=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "llada": Architecture("llada", paired=True, shift=False),
+    "dream": Architecture("Dream", shift=True),
 }
 SETTINGS = {
     "{}.block_count": "num_hidden_layers",
@@ -70,7 +68,6 @@ SETTINGS = {
     "{}.rope.freq_base": "rope_theta",
     "{}.vocab_size": "vocab_size",
     "tokenizer.ggml.bos_token_id": "bos_token_id",
-    "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
     "tokenizer.ggml.mask_token_id": "mask_token_id",
 }
@@ -105,8 +102,11 @@ class _Reader(gguf.GGUFReader):
     def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
         self.left -= 1
         found = super()._get(offset, dtype, count, override_order)
-        readable = len(found) == count and self.left and self.byte_order == "I"
-        require(readable, "it ends early, has too long lists or another byte order", ValueError)
+        require(
+            len(found) == count and self.left and self.byte_order == "I",
+            "it ends early, has too long lists or another byte order",
+            ValueError,
+        )
         return found
 
 
@@ -133,12 +133,10 @@ def converted(file: Path, folder: Path | None = None) -> Path:
             _convert(file, Path(made))
             if folder is not None or not target.exists():  # else another process was quicker
                 Path(made).rename(target)
-    except CheckpointError:
-        raise
-    except (OSError, *UNBUILDABLE) as error:
+    except Exception as error:  # a forged file can raise anything, and so can the tokenizers library
         raise CheckpointError(
-            f"{file} could not be converted ({type(error).__name__}: {error!s:.200}). It may be incomplete, download "
-            f"it again; or {folder or 'the cache'} cannot be written or is not empty."
+            f"{file} cannot be converted to a checkpoint folder: {error!s:.300} ({type(error).__name__}). It may be "
+            f"incomplete: download it again, or load the original checkpoint."
         ) from error
     return target
 
@@ -153,24 +151,18 @@ def _convert(file: Path, folder: Path) -> None:
     name = str(found.get("general.architecture"))
     require(
         name in ARCHITECTURES,
-        f"{file} has a model of architecture {name!r:.60}; of GGUF files, those of {', '.join(ARCHITECTURES)} can be "
-        f"loaded. Load the original checkpoint instead.",
-        CheckpointError,
+        f"its architecture {name!r:.60} is not one of {', '.join(ARCHITECTURES)}",
+        ValueError,
     )
     kind, tensors = ARCHITECTURES[name], {one.name: dequantize(one.data, one.tensor_type) for one in reader.tensors}
-    config = _config(found, name, kind, tensors, file)
-    ends = [found[key] for one in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{one}_token_id") in found]
-    generation = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    config = _config(found, name, kind, tensors)
     save_file(_weights(tensors, kind, config), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(generation))
     if "tokenizer.ggml.tokens" in found:
         _write_tokenizer(found, file, folder)
 
 
-def _config(
-    found: dict[str, Any], name: str, kind: Architecture, tensors: dict[str, np.ndarray], file: Path
-) -> dict[str, Any]:
+def _config(found: dict[str, Any], name: str, kind: Architecture, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     """The contents of config.json."""
     config = {new: found[key] for old, new in SETTINGS.items() if (key := old.format(name)) in found}
     heads = config["num_attention_heads"]
@@ -186,23 +178,23 @@ def _config(
     ]
     require(
         not lost,
-        f"{file} has {', '.join(lost[:5])}, which cannot be carried over, so another model would be computed. Load the "
-        f"original checkpoint instead.",
-        CheckpointError,
+        f"{', '.join(lost[:5])} cannot be carried over, so another model would be computed",
+        ValueError,
     )
     config = {"num_key_value_heads": heads, "rope_theta": 10000.0} | config  # llama.cpp's defaults
     config.setdefault("vocab_size", len(tensors["token_embd.weight"]))
     config["tie_word_embeddings"] = "output.weight" not in tensors
+    ends = [found[key] for one in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{one}_token_id") in found]
+    config["eos_token_id"] = list(dict.fromkeys(ends)) or None
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    factors = [float(str(factor)) for factor in tensors.pop("rope_freqs.weight", ())]
-    if factors:  # Llama 3 divides each frequency by a factor of its own, which transformers calls longrope
-        longest = config["max_position_embeddings"]
+    if "rope_freqs.weight" in tensors:  # Llama 3's factors: transformers calls a division of each frequency longrope
+        factors, longest = tensors.pop("rope_freqs.weight").tolist(), config["max_position_embeddings"]
         scaling = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": longest}
         config["rope_scaling"] = scaling | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
     if name == "llada":
         config |= {key: LLADA_REQUIRED[key][0] for key in LLADA_DEFAULTS if key in LLADA_REQUIRED}
         config |= {old: config[new] for old, new in LLADA_CONFIG.items()}
-    return config | {"model_type": kind.model_type, "architectures": [kind.model_class], "dtype": "float32"}
+    return config | {"model_type": kind.model_type, "dtype": "float32"}
 
 
 def _weights(tensors: dict[str, np.ndarray], kind: Architecture, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -229,8 +221,8 @@ def _write_tokenizer(found: dict[str, Any], file: Path, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     kind, rule = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.pre")
-    prefixed = found.get("tokenizer.ggml.add_space_prefix", True)
-    if not ((kind == "gpt2" and rule in SPLITS) or (kind == "llama" and prefixed)):
+    known = {"gpt2": rule in SPLITS, "llama": found.get("tokenizer.ggml.add_space_prefix", True)}
+    if not known.get(kind):
         warn_caller(
             f"{file}: its tokenizer ({kind!r:.40}, rule {rule!r:.40}) cannot be carried over, so the model has none. "
             f"To read text, load it with tokenizer= that of the original checkpoint.",
@@ -239,19 +231,17 @@ def _write_tokenizer(found: dict[str, Any], file: Path, folder: Path) -> None:
         return
     tokens, mask = found["tokenizer.ggml.tokens"], found.get("tokenizer.ggml.mask_token_id")
     settings = {"add_bos_token": True} if rule in WHOLE_WORDS else {}
-    try:
-        made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, **settings)
-        made.mask_token = None if mask is None else tokens[mask]
-        if rule == "smollm":
-            made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            )
-        if rule in WHOLE_WORDS:
-            made.backend_tokenizer.model.ignore_merges = True
-        special = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
-        for token, what in zip(range(len(tokens)), found.get("tokenizer.ggml.token_type", ()), strict=False):
-            apart = what in special and made.encode(tokens[token], add_special_tokens=False) != [token]
-            require(not apart, f"it splits the special token {tokens[token]!r:.60}", ValueError)
-        made.save_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise CheckpointError(f"{file}: its tokenizer cannot be converted ({error!s:.200}).") from error
+    made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, **settings)
+    made.mask_token = None if mask is None else tokens[mask]
+    if rule == "smollm":
+        made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if rule in WHOLE_WORDS:
+        made.backend_tokenizer.model.ignore_merges = True
+    special = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
+    kinds = enumerate(zip(tokens, found.get("tokenizer.ggml.token_type", ()), strict=False))
+    whole = {text: number for number, (text, what) in kinds if what in special}
+    apart = [text for text, number in whole.items() if made.encode(text, add_special_tokens=False) != [number]]
+    require(not apart, f"its tokenizer splits {len(apart)} special tokens, such as {apart[:1]}", ValueError)
+    made.save_pretrained(folder)

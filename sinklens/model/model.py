@@ -284,8 +284,8 @@ def load(
 
     Args:
         name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the published
-            layout (config.json and one or more *.safetensors), a transformers `PreTrainedModel`, or a TransformerLens
-            `TransformerBridge`.
+            layout (config.json and one or more *.safetensors), a GGUF file (see `sinklens.model.gguf`), a transformers
+            `PreTrainedModel`, or a TransformerLens `TransformerBridge`.
         revision: branch, tag or commit on the hub; by default the main branch.
         dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
             below 10⁹ parameters run in float32 on a CPU.

@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from planted_saes import random_sae
@@ -76,9 +77,9 @@ def test_older_names_and_a_rescaling_by_the_norms_of_the_decoder_are_read(tmp_pa
     ("jumprelu", {"rescale_acts_by_decoder_norm": True}, "rescale belongs to architecture 'topk'"),
     ("topk", {"architecture": "batchtopk"}, "architecture 'batchtopk' is not supported"),
     ("topk", {"metadata": {"hook_head_index": 3}}, "hook_head_index=3 is not supported"),
-    ("topk", {"k": None}, "needs an integer k in cfg.json; got None"),
+    ("topk", {"k": None}, "needs an integer k in its config; got None"),
     ("topk", {"k": 400}, "needs k between 1 and 40"),
-    ("topk", {"d_sae": 41}, "cfg.json says d_sae 41, but the weights have 40"),
+    ("topk", {"d_sae": 41}, "the config says d_sae 41, but the weights have 40"),
     ("topk", {"architecture": "transcoder"}, "architecture 'transcoder' is not supported"),
 ])  # fmt: skip
 def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, architecture, changes, match):
@@ -91,7 +92,7 @@ def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, archite
     ("[1]", None, "contains a JSON list"),
     ("{}", b"short", r"has no readable sae_weights\.safetensors"),
     ({}, {"b_enc": None, "log_threshold": torch.zeros(40)}, "missing: b_enc; not known: log_threshold"),
-    ({"architecture": "jumprelu"}, {}, "must hold W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"),
+    ({"architecture": "jumprelu"}, {}, "must be W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"),
 ])  # fmt: skip
 def test_missing_and_broken_files_and_weights_are_named(tmp_path, config, weights, match):
     if isinstance(config, dict):
@@ -103,3 +104,62 @@ def test_missing_and_broken_files_and_weights_are_named(tmp_path, config, weight
         load_sae(tmp_path)
     with pytest.raises(CheckpointError, match="'nowhere' is neither a folder nor a shipped SAE"):
         load_sae("nowhere")
+
+
+TRAINER = {"trainer_class": "TopKTrainer", "dict_class": "AutoEncoderTopK", "activation_dim": 24, "dict_size": 40,
+           "k": 6, "layer": 3, "lm_name": "GSAI-ML/LLaDA-8B-Base", "submodule_name": "resid_post_layer_3"}  # fmt: skip
+
+
+def dictionary(folder, changes=(), io="out", weights=()):
+    """A folder as dictionary_learning writes it, with the weights of `random_sae`."""
+    sae = random_sae()
+    stored = {"encoder.weight": sae.W_enc.T, "encoder.bias": sae.b_enc, "decoder.weight": sae.W_dec.T}
+    stored |= {"b_dec": sae.b_dec, "k": torch.tensor(6), "threshold": torch.tensor(9.0)} | dict(weights)
+    folder.mkdir(parents=True)
+    torch.save({name: value for name, value in stored.items() if value is not None}, folder / "ae.pt")
+    (folder / "config.json").write_text(json.dumps({"trainer": TRAINER | dict(changes), "buffer": {"io": io}}))
+    return folder
+
+
+@pytest.mark.parametrize("of_the_hub", [False, True])
+def test_a_topk_sae_of_dictionary_learning_is_read(tmp_path, monkeypatch, of_the_hub):
+    """Its features are the ReLU of the k largest values of encoder(x - b_dec)."""
+    folder = dictionary(tmp_path / "layer_3" / "trainer_0", weights={"k": None} if of_the_hub else {})
+
+    def fetched(name, allow_patterns, **_):
+        assert name == "someone/saes"
+        assert set(allow_patterns) >= {"layer_3/trainer_0/ae.pt", "layer_3/trainer_0/config.json"}
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    sae = load_sae("someone/saes/layer_3/trainer_0" if of_the_hub else folder)
+    assert (sae.point, sae.model, sae.k) == ("blocks.3.hook_resid_post", "GSAI-ML/LLaDA-8B-Base", 6)
+    made, x = random_sae(), torch.randn(7, 24)
+    values = ((x - made.b_dec) @ made.W_enc + made.b_enc).relu()
+    kept = values * (values >= values.sort(dim=-1, descending=True).values[:, 5:6])
+    torch.testing.assert_close(sae.encode(x), kept)
+    torch.testing.assert_close(sae.decode(kept), kept @ made.W_dec + made.b_dec)
+
+
+class Runs:
+    """Its pickle would create a file."""
+
+    def __reduce__(self):
+        return open, ("created", "w")
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"changes": {"dict_class": "BatchTopKSAE"}}, "'dict_class': 'BatchTopKSAE'.*; supported are"),
+    ({"changes": {"submodule_name": "mlp_out_layer_3"}}, "'submodule_name': 'mlp_out_layer_3'"),
+    ({"changes": {"layer": 4}}, "'submodule_name': 'resid_post_layer_3'"),
+    ({"io": "in"}, "'io': 'in'"),
+    ({"changes": {"k": 5}}, "k = 6; supported are .* the k of config.json, 5"),
+    ({"changes": {"dict_size": 41}}, "the config says d_sae 41"),
+    ({"weights": {"b_dec": None, "bias": torch.zeros(24)}}, "missing: b_dec; not known: bias"),
+    ({"weights": {"k": Runs()}}, r"no readable ae\.pt .*UnpicklingError"),
+])  # fmt: skip
+def test_another_sae_of_dictionary_learning_is_refused(tmp_path, monkeypatch, changes, match):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=match):
+        load_sae(dictionary(tmp_path / "sae", **changes))
+    assert not (tmp_path / "created").exists()

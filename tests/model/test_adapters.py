@@ -63,7 +63,7 @@ def _write_adapter(folder: Path, weights: dict[str, Tensor], **changes: Any) -> 
 
 def _logits(folder: Path, **given: Any) -> Tensor:
     model = sinklens.load(folder, check=False, **given)
-    ids = torch.arange(1, 9)[None] % model.cfg.d_vocab
+    ids = torch.arange(1, 13)[None] % model.cfg.d_vocab
     timed = {"time": 0.5} if model.family in ("mdlm", "sedd", "bd3lm-owt", "duo", "gidd") else {}
     with torch.no_grad():
         return model(ids, **timed)
@@ -82,11 +82,15 @@ def llada(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-@pytest.mark.parametrize("name", ["diffugpt", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"])
+@pytest.mark.parametrize("name", ["diffugpt", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd", "diffusion-gemma"])
 def test_an_adapter_of_a_network_of_its_own_is_the_checkpoint_with_it_in_its_weights(name, conformance, tmp_path):
     reference = open_folder(conformance / name)
     base, given = reference.write(tmp_path / "base"), {"family": reference.family}
     merged = _write_adapter(base, load_file(base / "model.safetensors"))
+    factors = load_file(base / "adapter_model.safetensors")  # Gemma's encoder has modules of its own for these weights
+    encoder = ("decoder.layers.", "encoder.language_model.layers.")
+    twins = {one.replace(*encoder): value.clone() for one, value in factors.items()}
+    save_file(factors | twins, base / "adapter_model.safetensors")
     wanted = _logits(_copy(base, tmp_path / "merged", merged), **given)
     torch.testing.assert_close(_logits(base, **given), wanted, rtol=1e-4, atol=1e-4)
 

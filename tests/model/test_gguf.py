@@ -46,14 +46,15 @@ def write(file: Path, name: str, stored: Type = Type.F32, change: dict[str, Any]
         "rope.freq_base": 10000.0, "rope.dimension_count": 16, "attention.key_length": 16, "vocab_size": 61,
     }  # fmt: skip
     metadata = {f"{name}.{key}": value for key, value in metadata.items()} | {"tokenizer.ggml.eos_token_id": 2}
-    if diffuses:
-        metadata |= {f"{name}.attention.causal": False, "diffusion.shift_logits": name == "dream"}
-        metadata |= {"tokenizer.ggml.mask_token_id": 60}
+    own_keys = {
+        "attention.causal": False,
+        "diffusion.shift_logits": name == "dream",
+        "tokenizer.ggml.mask_token_id": 60,
+    }
+    metadata |= {f"{name}.{key}" if key == "attention.causal" else key: own_keys[key] for key in own_keys if diffuses}
     writer = gguf.GGUFWriter(file, (change or {}).pop("general.architecture", name))
-    add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
-    add |= {list: writer.add_array}
     for key, value in (metadata | (change or {})).items():
-        add[type(value)](key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     places = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), layers)
     tied = hf.config.tie_word_embeddings
     names = llada_names(layers) if name == "llada" else {one: one for one in own if not tied or one != "lm_head.weight"}
@@ -104,21 +105,20 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_written_from(tmp_path,
 
 
 def test_a_file_is_converted_once_and_a_folder_of_one_file_is_that_file(tmp_path, cache):
-    (tmp_path / "files").mkdir()
-    write(tmp_path / "files" / "one.gguf", "qwen2")
-    sinklens.load(tmp_path / "files")
+    one = tmp_path / "files" / "one.gguf"
+    one.parent.mkdir()
+    write(one, "qwen2")
+    sinklens.load(one.parent)
     (made,) = cache.iterdir()
-    written = (made / "model.safetensors").stat().st_mtime_ns
-    sinklens.load(tmp_path / "files" / "one.gguf")
-    assert [one.name for one in cache.iterdir()] == [made.name]
-    assert (made / "model.safetensors").stat().st_mtime_ns == written
-    assert converted(tmp_path / "files" / "one.gguf", tmp_path / "here") == tmp_path / "here"
-    assert (tmp_path / "here" / "config.json").read_text() == (made / "config.json").read_text()
-    with pytest.raises(CheckpointError, match=r"here cannot be written or is not empty"):
-        converted(tmp_path / "files" / "one.gguf", tmp_path / "here")
-    write(tmp_path / "files" / "two.gguf", "qwen3")
+    (made / "model.safetensors").rename(made / "kept.safetensors")
+    assert converted(one) == made
+    assert (made / "kept.safetensors").is_file()
+    assert converted(one, tmp_path / "here") == tmp_path / "here"
+    with pytest.raises(CheckpointError, match=r"here'? \(OSError\)"):
+        converted(one, tmp_path / "here")
+    write(one.with_name("two.gguf"), "qwen3")
     with pytest.raises(CheckpointError, match="files holds 2 GGUF files; pass the path of one of them"):
-        sinklens.load(tmp_path / "files")
+        sinklens.load(one.parent)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,20 @@ def test_a_file_is_converted_once_and_a_folder_of_one_file_is_that_file(tmp_path
         (
             "qwen3",
             {"general.architecture": "gemma3"},
-            "a model of architecture 'gemma3'; of GGUF files, those of llama",
+            "its architecture 'gemma3' is not one of llama, qwen2",
         ),
-        ("llama", {"general.type": "adapter"}, "has general.type = 'adapter', which cannot be carried over"),
-        ("llama", {"llama.rope.scaling.type": "yarn"}, "has llama.rope.scaling.type = 'yarn', which"),
-        ("llama", {"llama.expert_count": 8}, "has llama.expert_count = 8, which"),
-        ("qwen2", {"qwen2.rope.dimension_count": 8}, "has qwen2.rope.dimension_count = 8, which"),
-        ("qwen2", {"split.count": 2}, "has split.count = 2, which"),
-        ("dream", {"diffusion.shift_logits": False}, "has diffusion.shift_logits = False, which"),
-        ("qwen2", {"diffusion.shift_logits": False}, "has diffusion.shift_logits = False, which"),
+        ("llama", {"general.type": "adapter"}, "general.type = 'adapter' cannot be carried over"),
+        ("llama", {"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' cannot be carried over"),
+        ("llama", {"llama.expert_count": 8}, "llama.expert_count = 8 cannot be carried over"),
+        ("qwen2", {"qwen2.rope.dimension_count": 8}, "qwen2.rope.dimension_count = 8 cannot be carried over"),
+        ("qwen2", {"split.count": 2}, "split.count = 2 cannot be carried over"),
+        ("dream", {"diffusion.shift_logits": False}, "diffusion.shift_logits = False cannot be carried over"),
+        ("qwen2", {"diffusion.shift_logits": False}, "diffusion.shift_logits = False cannot be carried over"),
         ("llama", {"llama.attention.causal": False}, r"is_causal is False, .*'a2d-llama' \(bidirectional\)"),
         ("llada", {"llada.attention.causal": True}, "is_causal is True"),
         ("qwen2", {"tokenizer.ggml.mask_token_id": 60}, "it has mask_token_id, which causal models lack"),
         ("llama", {"llama.block_count": 2}, r"9 weights have no place in the model"),
-        ("llama", {"llama.attention.head_count": 0}, r"could not be converted \(ZeroDivisionError"),
+        ("llama", {"llama.attention.head_count": 0}, "cannot be converted to a checkpoint folder: .*ZeroDivisionError"),
     ],
 )
 def test_a_file_that_would_be_read_as_another_model_is_refused(tmp_path, name, change, message):
