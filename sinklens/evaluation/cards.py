@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from sinklens.errors import nearest, require
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Card:

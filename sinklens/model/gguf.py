@@ -5,8 +5,8 @@ A GGUF file holds metadata (settings, vocabulary, merges, chat template) and ten
 other. A setting or tensor that cannot be carried over is an error: dropping it would compute another model. The folder
 lies in the user's cache under the file's name and SHA-256, so a second load only hashes the file.
 
-In the architectures marked `paired`, llama.cpp rotates row 2i of a query or key head with row 2i + 1, and transformers
-row i with row i + d_head / 2; the rows are put in transformers' order.
+In a Llama, LLaDA's included, llama.cpp rotates row 2i of a query or key head with row 2i + 1, and transformers row i
+with row i + d_head / 2; the rows are put in transformers' order.
 
 Failure mode: a tokenizer that splits text by a rule that is not listed here would give other tokens without an error.
 It is left out with a warning, and the model needs ``tokenizer=`` to read text.
@@ -17,7 +17,7 @@ import json
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import numpy as np
@@ -26,35 +26,14 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from sinklens.errors import CheckpointError, CheckpointWarning, require, warn_caller
+from sinklens.families import FAMILIES, Family
 from sinklens.families.llada import CONFIG as LLADA_CONFIG
 from sinklens.families.llada import LLADA_DEFAULTS, LLADA_REQUIRED
 from sinklens.utils.folders import cache_folder
 
 VERSION = 1  # of what is written; folders of another version are not reused
-MOST_READS = 2**22  # twice those for the header of Gemma, which has the largest published vocabulary
-
-
-class Architecture(NamedTuple):
-    """What llama.cpp's name of an architecture stands for.
-
-    Attributes:
-        model_type: that of the published checkpoints.
-        paired: whether neighboring rows of a head are rotated together.
-        shift: the ``diffusion.shift_logits`` that a file may have; None if it may have none.
-    """
-
-    model_type: str
-    paired: bool = False
-    shift: bool | None = None
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", paired=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "llada": Architecture("llada", paired=True, shift=False),
-    "dream": Architecture("Dream", shift=True),
-}
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "llada", "dream")
+"""llama.cpp's names of the architectures that can be read; they are those of the families."""
 SETTINGS = {
     "{}.block_count": "num_hidden_layers",
     "{}.embedding_length": "hidden_size",
@@ -72,6 +51,7 @@ SETTINGS = {
     "tokenizer.ggml.mask_token_id": "mask_token_id",
 }
 """Metadata key, with a gap for the architecture -> key of config.json."""
+BLOCKS = ("model.layers", "model.transformer.blocks")
 NAMES = {
     "token_embd": ("model.embed_tokens", "model.transformer.wte"),
     "output_norm": ("model.norm", "model.transformer.ln_f"),
@@ -88,7 +68,7 @@ NAMES = {
     "ffn_up": ("mlp.up_proj", "up_proj"),
     "ffn_down": ("mlp.down_proj", "ff_out"),
 }
-"""Name of a tensor without its layer -> its names in transformers and in LLaDA's checkpoints."""
+"""Name of a tensor without its layer -> its names in transformers and in LLaDA's checkpoints, below `BLOCKS`."""
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 """Rules for splitting text under which llama.cpp takes words of the vocabulary whole and adds the start token."""
 SPLITS = (*WHOLE_WORDS, "gpt-2", "smollm", "qwen2", "deepseek-r1-qwen")
@@ -97,7 +77,7 @@ SPLITS = (*WHOLE_WORDS, "gpt-2", "smollm", "qwen2", "deepseek-r1-qwen")
 class _Reader(gguf.GGUFReader):
     """The library's reader, which neither notices the end of a file nor limits what it reads."""
 
-    left = MOST_READS
+    left = 2**22  # reads; the header of Gemma, which has the largest published vocabulary, takes half of them
 
     def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
         self.left -= 1
@@ -154,21 +134,22 @@ def _convert(file: Path, folder: Path) -> None:
         f"its architecture {name!r:.60} is not one of {', '.join(ARCHITECTURES)}",
         ValueError,
     )
-    kind, tensors = ARCHITECTURES[name], {one.name: dequantize(one.data, one.tensor_type) for one in reader.tensors}
-    config = _config(found, name, kind, tensors)
-    save_file(_weights(tensors, kind, config), folder / "model.safetensors", metadata={"format": "pt"})
+    family, tensors = FAMILIES[name], {one.name: dequantize(one.data, one.tensor_type) for one in reader.tensors}
+    config = _config(found, family, tensors)
+    save_file(_weights(tensors, family, config), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if "tokenizer.ggml.tokens" in found:
         _write_tokenizer(found, file, folder)
 
 
-def _config(found: dict[str, Any], name: str, kind: Architecture, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+def _config(found: dict[str, Any], family: Family, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     """The contents of config.json."""
+    name, shift = family.name, None if family.causal else family.shift
     config = {new: found[key] for old, new in SETTINGS.items() if (key := old.format(name)) in found}
     heads = config["num_attention_heads"]
     size = config.setdefault("head_dim", config["hidden_size"] // heads)
     fixed = {f"{name}.attention.value_length": size, f"{name}.rope.dimension_count": size}
-    fixed |= {f"{name}.rope.scaling.type": "none", "diffusion.shift_logits": kind.shift, "general.type": "model"}
+    fixed |= {f"{name}.rope.scaling.type": "none", "diffusion.shift_logits": shift, "general.type": "model"}
     prefixes = (f"{name}.", "diffusion.", "split.", "general.type")
     read = {old.format(name) for old in SETTINGS}
     lost = [
@@ -194,24 +175,23 @@ def _config(found: dict[str, Any], name: str, kind: Architecture, tensors: dict[
     if name == "llada":
         config |= {key: LLADA_REQUIRED[key][0] for key in LLADA_DEFAULTS if key in LLADA_REQUIRED}
         config |= {old: config[new] for old, new in LLADA_CONFIG.items()}
-    return config | {"model_type": kind.model_type, "dtype": "float32"}
+    return config | {"model_type": family.model_types[0], "dtype": "float32"}
 
 
-def _weights(tensors: dict[str, np.ndarray], kind: Architecture, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _weights(tensors: dict[str, np.ndarray], family: Family, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors in the published checkpoints' names and order of rows."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    column = int(kind.model_type == "llada")
-    layers, weights = ("model.layers", "model.transformer.blocks")[column], {}
+    column, weights = int(family.name == "llada"), {}
     for stored, values in tensors.items():
         parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
         if parts is None or parts[2] not in NAMES:
             raise ValueError(f"the tensor {stored!r:.80} has no place in the model")
         layer, name, role = parts.groups()
-        if kind.paired and name in heads:
+        if family.architecture == "llama" and name in heads:
             pairs = values.reshape(heads[name], -1, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        place = NAMES[name][column] if layer is None else f"{layers}.{layer}.{NAMES[name][column]}"
-        weights[f"{place}.{role}"] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+        prefix = "" if layer is None else f"{BLOCKS[column]}.{layer}."
+        weights[f"{prefix}{NAMES[name][column]}.{role}"] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
     return weights
 
 
@@ -220,7 +200,7 @@ def _write_tokenizer(found: dict[str, Any], file: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    kind, rule = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.pre")
+    kind, rule = str(found.get("tokenizer.ggml.model")), found.get("tokenizer.ggml.pre")
     known = {"gpt2": rule in SPLITS, "llama": found.get("tokenizer.ggml.add_space_prefix", True)}
     if not known.get(kind):
         warn_caller(
