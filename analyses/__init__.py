@@ -20,6 +20,7 @@ STUDIES = {
     "edits": ("edits", "Edits"),
     "swaps": ("swaps", "Swaps"),
     "texts": ("texts", "Texts"),
+    "pair": ("pair", "Pair"),
     "token_types": ("token_types", "TokenTypes"),
     "events": ("events", "Events"),
     "necessity": ("necessity", "Necessity"),

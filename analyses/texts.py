@@ -4,8 +4,9 @@
     sinklens analyse texts tiny-text tiny-text-causal --prompts windows.jsonl --group document
 
 No answer is generated: each prompt is a text, read in single passes. A masked model predicts random
-masked tokens, as many as a uniformly drawn count, and an autoregressive model every next token. The loss is in nats per
-predicted token, so it varies continuously, and texts need neither operands nor templates.
+masked tokens, as many as a uniformly drawn count or as each of `shares` says, and an autoregressive model every next
+token. The loss is in nats per predicted token, so it varies continuously, and texts need neither operands nor
+templates.
 
 *Sinks* are the keys of a head that receive more attention than uniform attention would give them, by more than
 `epsilon`: Σ_i A[i, j] − Σ_i 1 / (keys that query i sees) > ε. In a bidirectional model this is nearly the paper's Eq. 3
@@ -23,16 +24,18 @@ kind; a *revealed* one takes the place of a mask. In an autoregressive model onl
 
 If the study runs on masked and causal models, ``pairs`` compares each masked one with each causal one, text by text.
 
-Caveat: ``write_ratio`` averages keys of all kinds; a difference need not be due to their being sinks.
+Caveat: ``write_ratio``, ``key_ratio`` and ``alignment`` average keys of all kinds; a difference need not be due to
+their being sinks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
+from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -43,7 +46,7 @@ from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.mass import hidden_keys, of_mass
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import Study, dot_panels
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, nearest
 from sinklens.experiments.nll.noise import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.interventions.controls import largest, rest_of
@@ -86,11 +89,18 @@ MEASURES = {
     "per_place": "heads with a sink at a place of this kind, of 1",
     "write_ratio": "log2 of what a sink's value writes (norm after W_O) over what other keys' values write",
     "no_op_share": "share of the sinks whose value writes less than a fifth of the head's median",
+    "key_ratio": "log2 of the norm of a sink's key over that of other keys",
+    "alignment": "mean cosine of queries with a sink's key, minus that with other keys",
+    "sink_heads": "heads with a sink, of 1",
+    "first_mass": "share of the attention that the first position receives",
+    "first_strongest": "heads whose strongest key is the first position, of 1",
     "stale_cost": "loss added by stale keys and values, nats per predicted token",
     "stale_mass": "share of all attention that the stale keys receive",
     "jump_share": "share of heads and edits at which the strongest key changes with at least this lead",
 }
 
+
+OF_LAYERS = ("sink_heads", "first_mass", "first_strongest")
 
 Keys = Bool[Tensor, "layer head key"]
 Sums = Float[Tensor, "layer head key"]
@@ -111,7 +121,7 @@ class Difference(NamedTuple):
 
     def of(self, data: xr.Dataset) -> xr.DataArray:
         """The difference of each text, [prompt]."""
-        values = data[self.measure]
+        values = data[self.measure].mean("layer") if "layer" in data[self.measure].dims else data[self.measure]
         more, less = (xr.DataArray(0.0) if at is None else values.sel(dict(at)) for at in (self.more, self.less))
         return (more - less).drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
 
@@ -146,6 +156,7 @@ PAIRS = {
         f"heads with a sink at a {kind}": Difference("per_place", {"kind": kind})
         for kind in ("start", "delimiter", "word")
     },
+    **{MEASURES[name]: Difference(name, {}) for name in OF_LAYERS},
     "log2 of what sinks write": Difference("write_ratio", {}),
     "sinks that are no-ops": Difference("no_op_share", {}),
     "jumps, a token replaced, later queries": Difference("jump_share", _jumps("edited, later")),
@@ -162,7 +173,11 @@ class Texts(Study):
         edits: number of edits of each sort for each text.
         epsilon: a sink receives more than this above uniform attention, in column sums.
         longest: tokens read of a text; the rest is left out.
-        age: tokens decided since stale keys were computed.
+        age: tokens decided since stale keys were computed; 0 measures no stale keys.
+        shares: shares of a text that are masked, each with measures of its own (axis ``share``), whose masks contain
+            those of smaller shares; empty for the counts that a likelihood draws. An autoregressive model has the same
+            values at each.
+        kinds: of `KINDS`, the sinks that are hidden.
     """
 
     name: ClassVar[str] = "texts"
@@ -171,7 +186,15 @@ class Texts(Study):
     edits: Count = 4
     epsilon: float = 3.0
     longest: Count = 512
-    age: Count = 8
+    age: Annotated[int, Ge(0)] = 8
+    shares: tuple[Annotated[float, Gt(0), Le(1)], ...] = ()
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise SettingError(f"kinds has {kind!r}; known: {', '.join(KINDS)}.{nearest(kind, KINDS)}")
 
     def refusal(self, model: "Model") -> str:
         if model.tree.timed:
@@ -183,7 +206,8 @@ class Texts(Study):
         return ""
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """``nats``, ``write_ratio``, ``no_op_share`` and ``causal`` [prompt]; ``cost`` and ``removed`` [prompt, kind,
+        """``nats``, ``write_ratio``, ``no_op_share``, ``key_ratio``, ``alignment`` and ``causal`` [prompt];
+        ``sink_heads``, ``first_mass`` and ``first_strongest`` [prompt, layer]; ``cost`` and ``removed`` [prompt, kind,
         choice]; ``stale_cost`` and ``stale_mass`` [prompt, stale]; ``per_place`` [prompt, kind]; ``jump_share``
         [prompt, edit, lead]. Means over the draws, NaN where there is nothing.
         """
@@ -193,11 +217,17 @@ class Texts(Study):
             if len(ids) < 3:
                 raise SettingError(f"the study texts needs at least three tokens per text; got {prompt!r}.")
             noise = noise_of(ids, self.seed)
-            found = [self._of_canvas(model, TextCanvas(ids, masked), noise) for masked in self._masks(model, ids)]
-            data: xr.Dataset = xr.concat(found, dim="draw").mean("draw", skipna=True)
-            return data.assign(
-                causal=float(model.causal), jump_share=(("edit", "lead"), self._jumps(model, ids, noise))
-            )
+            found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
+            for canvases in self._masks(model, ids):
+                of_draw = [self._of_canvas(model, TextCanvas(ids, masked), noise) for masked in canvases]
+                data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
+                jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
+                shares = np.array([measures(one)[0] for one in jumps])
+                found.append(data.assign(jump_share=(("edit", "lead"), shares)))
+            if not self.shares:
+                return found[0].assign(causal=float(model.causal))
+            every: xr.Dataset = xr.concat(found * (len(self.shares) // len(found)), dim="share")
+            return every.assign(causal=float(model.causal)).assign_coords(share=list(self.shares))
 
         places = {
             "kind": list(KINDS), "choice": list(CHOICES), "stale": list(STALE), "edit": list(EDITS),
@@ -205,13 +235,17 @@ class Texts(Study):
         }  # fmt: skip
         return each_prompt(prompts, one).assign_coords(places)
 
-    def _masks(self, model: "Model", ids: Int[Tensor, " pos"]) -> Bool[Tensor, "draw pos"]:
-        """Masked positions of every draw, never the first; none in an autoregressive model."""
+    def _masks(self, model: "Model", ids: Int[Tensor, " pos"]) -> list[Bool[Tensor, "draw pos"]]:
+        """Masked positions of every share and draw, never the first; none in an autoregressive model."""
         if model.causal:
-            return torch.zeros(1, len(ids), dtype=torch.bool)
+            return [torch.zeros(1, len(ids), dtype=torch.bool)]
         generator = torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62)))
-        masked, _ = by_count(len(ids) - 1, self.draws, generator)
-        return torch.nn.functional.pad(masked, (1, 0), value=False)
+        if not self.shares:
+            masks = [by_count(len(ids) - 1, self.draws, generator)[0]]
+        else:
+            ranks = torch.rand(self.draws, len(ids) - 1, generator=generator).argsort(dim=1).argsort(dim=1)
+            masks = [ranks < max(1, round(share * (len(ids) - 1))) for share in self.shares]
+        return [torch.nn.functional.pad(masked, (1, 0), value=False) for masked in masks]
 
     def _of_canvas(self, model: "Model", canvas: "TextCanvas", noise: np.random.Generator) -> xr.Dataset:
         """The measurements of one canvas, without jumps."""
@@ -220,71 +254,84 @@ class Texts(Study):
         sinks = plain.sums - uniform(len(tokens), model.causal) > self.epsilon
         order, every = torch.from_numpy(noise.random(sinks.shape)), torch.ones(len(tokens), dtype=torch.bool)
         cost, removed = np.full((2, len(KINDS), len(CHOICES)), np.nan)
-        per_place, mass = np.full(len(KINDS), np.nan), plain.from_others
+        per_place, mass, hidden = np.full(len(KINDS), np.nan), plain.from_others, [KINDS[kind] for kind in self.kinds]
         for row, wanted in enumerate(KINDS.values()):
             of_kind = torch.isin(kinds, torch.tensor([int(kind) for kind in wanted]))
             if of_kind.any():
                 per_place[row] = float(sinks[..., of_kind].double().mean())
             treated = sinks & of_kind
-            if not treated.any():
+            if not treated.any() or wanted not in hidden:
                 continue
             for column, keys in enumerate(key_choices(treated, sinks, plain, order, every).values()):
                 cost[row, column] = loss(model, canvas, hiding(keys)) - plain.loss
                 removed[row, column] = float((mass * keys).sum() / mass.sum())
-        earlier = None if model.causal else earlier_canvas(canvas, self.age, noise)
+        earlier = None if model.causal or not self.age else earlier_canvas(canvas, self.age, noise)
         stale = np.full((2, len(STALE)), np.nan)
         if earlier is not None:
             stale = np.array(list(stale_costs(model, canvas, plain, earlier, self.epsilon, order).values())).T
-        axes, writes = ("kind", "choice"), written(model, plain)
+        axes, writes, first = ("kind", "choice"), written(model, plain), plain.sums.argmax(dim=-1) == 0
+        received = (plain.sums[..., 0] / plain.sums.sum(dim=-1)).mean(dim=-1)
         return xr.Dataset(
             {"nats": plain.loss, "write_ratio": write_ratio(writes, sinks), "no_op_share": no_ops(writes, sinks),
+             "key_ratio": write_ratio(plain.key_norms, sinks), "alignment": alignment(plain, sinks),
+             "sink_heads": ("layer", sinks.any(dim=-1).double().mean(dim=-1)), "first_mass": ("layer", received),
+             "first_strongest": ("layer", first.double().mean(dim=-1)),
              "cost": (axes, cost), "removed": (axes, removed), "per_place": (axes[:1], per_place),
              "stale_cost": ("stale", stale[0]), "stale_mass": ("stale", stale[1])}
         )  # fmt: skip
 
     def _jumps(
-        self, model: "Model", ids: Int[Tensor, " pos"], noise: np.random.Generator
-    ) -> Float[np.ndarray, "edit lead"]:
-        """Shares of jumps after edits of the text, and of the canvas of the first draw."""
-        masked = self._masks(model, ids)[0]
+        self,
+        model: "Model",
+        ids: Int[Tensor, " pos"],
+        masked: Bool[Tensor, " pos"],
+        noise: np.random.Generator,
+        later: Jumps | None,
+    ) -> list[Jumps | None]:
+        """Jumps after edits of the text, which are `later` if they are known, and of a canvas."""
         kinds, content = kinds_of_vocabulary(model), [Kind.WORD, Kind.DIGIT, Kind.PUNCTUATION, Kind.NEWLINE, Kind.SPACE]
         free = np.isin(kinds[ids.numpy()], content)
         free[[0, -1]] = False
-        jumps: list[Jumps | None] = [edited(model, ids, _drawn(free, self.edits, noise), kinds, noise)]
+        jumps = [later or edited(model, ids, _drawn(free, self.edits, noise), kinds, noise)]
         if not model.causal:
             canvas = TextCanvas(ids, masked).tokens(model)
             visible, hidden = free & ~masked.numpy(), masked.numpy()
             jumps.append(edited(model, canvas, _drawn(visible, self.edits, noise), kinds, noise, later=False))
             jumps.append(_revealed(model, canvas, ids, _drawn(hidden, self.edits, noise)))
-        jumps += [None] * (len(EDITS) - len(jumps))
-        return np.array([measures(one)[0] for one in jumps])
+        return jumps + [None] * (len(EDITS) - len(jumps))
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences that `CLAIMS` names, above 0 where they hold."""
         return xr.Dataset({claim: difference.of(data) for claim, difference in CLAIMS.items()})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``texts``: `MEASURES`; ``claims``: `CLAIMS`, one family on each model; ``pairs``: `PAIRS`, one family on each
-        pair of a masked and a causal model. Intervals resample groups of texts if there are several.
+        """``texts``: `MEASURES`; ``layers``: `OF_LAYERS` by layer; ``claims``: `CLAIMS`, one family on each model;
+        ``pairs``: `PAIRS`, one family on each pair of a masked and a causal model. Intervals resample groups of texts
+        if there are several.
         """
         from pandas import DataFrame
 
-        rows, claims = [], []
+        rows, layers, claims = [], [], []
         for model, data in measured.items():
             group = groups_of(data)
             for measure in MEASURES:
-                rows += mean_rows(model, measure, data[measure], self.seed, group)
+                values = data[measure].mean("layer") if "layer" in data[measure].dims else data[measure]
+                rows += mean_rows(model, measure, values, self.seed, group)
+            for measure in OF_LAYERS:
+                layers += mean_rows(model, measure, data[measure], self.seed, group)
             for claim, values in self.contrasts(data).items():
                 claims += mean_rows(model, str(claim), values, self.seed, group, claim=True)
         table = DataFrame(rows).dropna(subset="estimate")
-        table = table.assign(meaning=table["measure"].map(MEASURES)).drop(columns="p")
+        table, by_layer = (
+            one.assign(meaning=one["measure"].map(MEASURES)).drop(columns="p") for one in (table, DataFrame(layers))
+        )
         pairs = [
             row
             for pair, data in paired(measured).items()
             for name, values in data.items()
             for row in mean_rows(pair, str(name), values, self.seed, groups_of(data), claim=True)
         ]
-        tables = {"texts": table, "claims": judged(DataFrame(claims))}
+        tables = {"texts": table, "layers": by_layer, "claims": judged(DataFrame(claims))}
         return {**tables, "pairs": judged(DataFrame(pairs), "more", "less")} if pairs else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -345,12 +392,14 @@ class Read(NamedTuple):
 
     Attributes:
         loss: nats per predicted token.
-        pattern: attention of every query.
-        key, value: what each position offers to the queries, before rotation.
+        pattern, score: attention of every query, and its logarithm before it is normalized; −∞ where it sees nothing.
+        query, key, value: of every position, before rotation.
     """
 
     loss: float
     pattern: Float[Tensor, "layer head query pos"]
+    score: Float[Tensor, "layer head query pos"]
+    query: Float[Tensor, "layer pos head d_head"]
     key: Float[Tensor, "layer pos kv_head d_head"]
     value: Float[Tensor, "layer pos kv_head d_head"]
 
@@ -358,6 +407,14 @@ class Read(NamedTuple):
     def sums(self) -> Sums:
         """Column sums."""
         return self.pattern.sum(dim=-2)
+
+    @property
+    def key_norms(self) -> Sums:
+        """Norm of the key that each head reads."""
+        return self._of_heads(self.key.norm(dim=-1))
+
+    def _of_heads(self, values: Float[Tensor, "layer pos kv_head"]) -> Sums:
+        return values.mT.repeat_interleave(self.query.shape[2] // values.shape[2], dim=1)
 
     @property
     def from_others(self) -> Sums:
@@ -371,20 +428,21 @@ def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
     with model.tree.hooks(fwd_hooks=hooks):
         logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
     at = slice(1, None) if model.causal else canvas.masked
-    rows = logits[:-1] if model.causal else logits[canvas.masked]
+    late = model.causal or model.family_record.shift  # logits at a position predict the next
+    rows = (logits.roll(1, dims=0) if late else logits)[at]
     return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
 
 
 def read(model: "Model", canvas: TextCanvas) -> Read:
     """A pass that changes nothing."""
-    kept: dict[str, list[Tensor]] = {"pattern": [], "k": [], "v": []}
+    kept: dict[str, list[Tensor]] = {"pattern": [], "attn_scores": [], "q": [], "k": [], "v": []}
 
     def keep(value: Tensor, hook: "Point") -> None:
         kept[str(hook.name).rpartition("hook_")[2]].append(value[0].float().cpu())
 
     names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(model.cfg.n_layers) for point in kept]
     found = loss(model, canvas, [(name, keep) for name in names])
-    return Read(found, *(torch.stack(kept[point]) for point in ("pattern", "k", "v")))
+    return Read(found, *(torch.stack(kept[point]) for point in kept))
 
 
 def uniform(length: int, causal: bool) -> Float[Tensor, " key"]:
@@ -480,13 +538,29 @@ def written(model: "Model", read: Read) -> Sums:
     return sizes / sizes.median(dim=-1, keepdim=True).values
 
 
+def at_and_off(values: Sums, sinks: Keys) -> tuple[Float[Tensor, " both"], Float[Tensor, " both"]]:
+    """The mean at sinks and at other keys, of each of the heads that have both."""
+    some = sinks.any(dim=-1) & (~sinks).any(dim=-1)
+    at, off = ((values * keys).sum(dim=-1) / keys.sum(dim=-1).clamp_min(1) for keys in (sinks, ~sinks))
+    return at[some], off[some]
+
+
 def write_ratio(written: Sums, sinks: Keys) -> float:
     """log2 of the mean of `written` at sinks over that at other keys, mean over the heads that have both."""
-    some = sinks.any(dim=-1) & (~sinks).any(dim=-1)
-    if not some.any():
-        return float("nan")
-    at, off = ((written * keys).sum(dim=-1) / keys.sum(dim=-1).clamp_min(1) for keys in (sinks, ~sinks))
-    return float((at[some] / off[some]).log2().mean())
+    at, off = at_and_off(written, sinks)
+    return float((at / off).log2().mean())
+
+
+def alignment(read: Read, sinks: Keys) -> float:
+    """Mean cosine of the queries that see a sink's key with it, minus that with other keys, mean over the heads.
+
+    A score is the product of both norms, the cosine and a factor that all keys share.
+    """
+    norms = read.query.norm(dim=-1).mT[..., None] * read.key_norms[:, :, None]
+    cosine = read.score * read.query.shape[-1] ** 0.5 / norms
+    seen = torch.isfinite(read.score)
+    at, off = at_and_off(torch.where(seen, cosine, 0).sum(dim=-2) / seen.sum(dim=-2), sinks)
+    return float((at - off).mean())
 
 
 def no_ops(written: Sums, sinks: Keys) -> float:

@@ -13,7 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,14 +93,15 @@ def held_out(
     """
     tokenizer = tokenizer or text_tokenizer(recipe, documents)
     windows, names, sources = [], [], {}
+    length, start = recipe.windows, torch.tensor(tokenizer("").input_ids, dtype=torch.long)
     for document in read_documents(documents):
         if not document.held_out:
             continue
         ids = torch.from_numpy(document_ids(tokenizer, document.text)).long()
-        if len(ids) < recipe.windows:
+        if len(ids) < length:
             continue
-        for part in ids.unfold(0, recipe.windows - 1, recipe.windows - 1)[:per_document]:
-            windows.append(torch.cat([torch.tensor([tokenizer.bos_token_id]), part]))
+        for part in ids.unfold(0, length - len(start), length - len(start))[:per_document]:
+            windows.append(torch.cat([start, part]))
             names.append(f"{document.source}/{document.name}")
             sources[names[-1]] = document.source
     if not windows:
@@ -198,7 +199,8 @@ if __name__ == "__main__":
     from sinklens.model.files import find_checkpoint
     from training.recipes import RECIPES
 
-    checkpoint = find_checkpoint(sys.argv[2] if len(sys.argv) > 2 else "tiny-text")
+    file, name, length = *sys.argv[1:], *("tiny-text", "128")[len(sys.argv) - 2 :]
+    checkpoint = find_checkpoint(name)
     reader = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    number = write_windows(Path(sys.argv[1]), RECIPES["tiny-text"], tokenizer=reader)
-    print(f"{number} windows in {sys.argv[1]}, in tokens of {checkpoint}")
+    number = write_windows(Path(file), replace(RECIPES["tiny-text"], windows=int(length)), tokenizer=reader)
+    print(f"{number} windows in {file}, in tokens of {checkpoint}")

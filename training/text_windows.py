@@ -58,7 +58,7 @@ class TextCorpus:
     """Text as one row of ids, from which windows are drawn.
 
     Attributes:
-        ids: tokens of all documents, each followed by an end token; int16.
+        ids: tokens of all documents, each followed by an end token; int32.
         length: tokens of a window, the start token included.
         start_id: the start token.
     """
@@ -94,7 +94,7 @@ def text_corpus(tokenizer: "PreTrainedTokenizerFast", recipe: Recipe, documents:
     return TextCorpus(ids, recipe.windows, tokenizer.bos_token_id)
 
 
-def document_ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> "np.ndarray[tuple[int], np.dtype[np.int16]]":
+def document_ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
     """The tokens of a document and an end token."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return np.array([*ids, tokenizer.eos_token_id], dtype=np.int16)
+    return np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)

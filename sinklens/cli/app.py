@@ -75,6 +75,7 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
         "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals",
     ),
     "hooks": ("models:hooks", "list the hook points of a model, with shapes, without loading its weights"),
+    "fetch": ("models:fetch", "download the weights of smollm2-135m, a model of 135 million parameters, once"),
     "models": ("models:models", "list the models that can be loaded, and how far each family was verified"),
 }
 

@@ -126,14 +126,30 @@ def hooks(model: str, /, *, all: bool = False, loading: Described | None = None)
         say(f"{name:36s} [{shape:44s}] {spec.meaning}")
 
 
+def fetch(model: str, /) -> None:
+    """Download the weights of a model, unless they are there.
+
+    Args:
+        model: smollm2-135m
+    """
+    from sinklens.model import fetching
+
+    folder = fetching.fetch(model)
+    names = ", ".join((fetching.BASE, *fetching.ARMS))
+    say(f"{fetching.BASE} is in {folder}. These names can be loaded now: {names}.")
+
+
 def models() -> None:
     """List the models that can be loaded."""
     from sinklens.families import FAMILIES
     from sinklens.families.registry import register_installed
+    from sinklens.model import fetching
     from sinklens.model.files import shipped_names
 
     register_installed()
     say("Shipped checkpoints (by name):", *(f"  {name}" for name in shipped_names()), "")
+    names = (fetching.BASE, *fetching.ARMS)
+    say(f"By name, after `sinklens fetch {fetching.BASE}`:", *(f"  {name}" for name in names), "")
     say("Families (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):")
     for family in FAMILIES.values():
         kinds = f"model_type {', '.join(family.model_types)}"

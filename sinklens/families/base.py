@@ -16,6 +16,8 @@ from typing import Any
 from sinklens.hooks.attention.blocks import Start
 from sinklens.hooks.attention.normalizers import CONFIG_KEY
 
+FAMILY_KEY = "sinklens_family"
+"""Key of config.json that names the family of a checkpoint whose ``model_type`` several families share."""
 Required = Mapping[str, tuple[str | int | list[int] | None, ...]]
 """Keys that a published class of the family reads, and the values at which it computes the same as our class."""
 VERIFIED = "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run"

@@ -20,7 +20,7 @@ from inspect import isabstract
 from typing import Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError, nearest, require
-from sinklens.families.base import Family
+from sinklens.families.base import FAMILY_KEY, Family
 from sinklens.families.translation import value_at
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.attention.blocks import Blocks, check_length
@@ -238,14 +238,15 @@ def identify(
 def family_of(
     config: dict[str, Any], where: str, name: str | None = None, block_length: int | None = None
 ) -> Family:  # fmt: skip
-    """The family called `name`, or the one that ``architectures`` or ``model_type`` in config.json names.
+    """The family called `name`, or the one that config.json names: by `FAMILY_KEY`, ``architectures`` or
+    ``model_type``.
 
     Raises:
         CheckpointError: there is no such family; or several share the ``model_type``, and neither `name` nor
             `block_length` says which; or no `name` is given, and another key contradicts the ``model_type``.
     """
-    if name is not None:
-        return family_named(name)
+    if (named := name or config.get(FAMILY_KEY)) is not None:
+        return family_named(str(named))
     family = named_family(config, where)
     _refuse_other_model(config, family, where)
     sharing = [one for one in FAMILIES.values() if one.regime and set(one.model_types) & set(family.model_types)]

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import CheckpointError, nearest, require
-from sinklens.families.base import Family
+from sinklens.families.base import FAMILY_KEY, Family
 from sinklens.hooks.attention import normalizers as weighing
 from sinklens.utils.progress import transformers_output
 
@@ -169,10 +169,11 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
             f". Ignoring the value would compute a different model.",
             CheckpointError,
         )
-    unknown = [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]
+    known = (weighing.CONFIG_KEY, FAMILY_KEY)
+    unknown = [key for key in config if key.startswith("sinklens") and key not in known]
     require(
         not unknown,
-        f"{where}: config.json has {', '.join(map(repr, unknown))}; sinklens reads only {weighing.CONFIG_KEY}.",
+        f"{where}: config.json has {', '.join(map(repr, unknown))}; sinklens reads only {' and '.join(known)}.",
         CheckpointError,
     )
     chosen = config.get(weighing.CONFIG_KEY, "softmax")

@@ -4,8 +4,9 @@ An adapter beside a checkpoint's weights, or one that the caller names, is merge
 weights that a model shows are then those that run, whether or not peft is installed. An adapter of a family's own
 folder (`Family.adapter`) acts in draft passes only and is not merged; see hooks/adapter.py.
 
-Only plain LoRA is accepted, with modules that were trained in full (``modules_to_save``). An adapter's weights have the
-names of the authors' class, so the family's renames apply to them, and its fused weights are divided.
+Only plain LoRA is accepted, with modules that were trained in full (``modules_to_save``) and tokens whose embedding was
+trained (``trainable_token_indices``). An adapter's weights have the names of the authors' class, so the family's
+renames apply to them, and its fused weights are divided. Factors may have 8 bits.
 
 Pitfall: an option of peft that is ignored would compute another model, so a key that is not known must be empty.
 """
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _READ = (
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "modules_to_save", "layers_to_transform",
+    "modules_to_save", "layers_to_transform", "trainable_token_indices",
 )  # fmt: skip
 _UNUSED = (  # they matter in training, or describe; the module says whether its matrix is [in, out]
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
@@ -50,6 +51,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # the other starts change the weights of
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.weight)?")
+_ROWS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta")  # new rows, despite the name
 _SAVED = re.compile(r"(?P<path>(?!.*\.lora_).+?)(?:\.modules_to_save)?(?:\.base_layer)?\.(?P<kind>weight|bias)")
 
 
@@ -61,12 +63,14 @@ class Change(NamedTuple):
         value: the factors, or what replaces the weight.
         scale: factor of the product.
         turned: whether the weight is [in, out].
+        rows: token ids, if the value replaces their rows alone, here and in the weights that are tied to this one.
     """
 
     places: list[Place]
     value: LowRank | Tensor
     scale: float = 1.0
     turned: bool = False
+    rows: tuple[int, ...] = ()
 
 
 def read_adapter(folder: Path, family: Family, weights: Weights, empty: "PreTrainedModel") -> Adapter | None:
@@ -132,6 +136,10 @@ def read_lora(place: Path, family: Family, weights: Weights, empty: "PreTrainedM
         inner = name.removeprefix(_PREFIX)
         if match := _FACTOR.fullmatch(inner):
             factors.setdefault((match["path"], match["kind"] or ""), {})[match["factor"]] = value
+        elif match := _ROWS.fullmatch(inner):
+            new = rename(f"{match['path']}.weight", family.renames)
+            found[new] = Change(located(new)[0], value, rows=_rows(config, match["path"], new, value, empty, place))
+            saved.add(match["path"])
         elif (match := _SAVED.fullmatch(inner)) and name != inner:
             new = rename(f"{match['path']}.{match['kind']}", family.renames)
             places, size = located(new)
@@ -158,8 +166,9 @@ def _check_tied(config: dict[str, Any], found: Mapping[str, Change], empty: "Pre
     A product changes one of them, as in peft. A weight that was trained in full does so in some classes only: in
     LLaDA's, the head reads the trained embedding.
     """
-    saved = {one.name for change in found.values() if isinstance(change.value, Tensor) for one in change.places}
-    adapted = {one.name for change in found.values() for one in change.places}
+    kept = [change for change in found.values() if not change.rows]
+    saved = {one.name for change in kept if isinstance(change.value, Tensor) for one in change.places}
+    adapted = {one.name for change in kept for one in change.places}
     for pair in map(set, empty.all_tied_weights_keys.items()):
         require(
             not pair & adapted or (pair & saved in (set(), pair) and not config.get("ensure_weight_tying")),
@@ -185,6 +194,9 @@ def _config(place: Path) -> dict[str, Any]:
             read_as(bool | None, key, config.get(key))
         for key in ("target_modules", "exclude_modules", "modules_to_save"):
             _named(read_as(str | list, key, config.get(key) or []), "")
+        if isinstance(config.get(key := "trainable_token_indices"), list):
+            config[key] = {"embed_tokens": config[key]}  # as in peft
+        read_as(dict | None, key, config.get(key))
     except (SinklensError, AttributeError, re.error) as error:
         raise _incomplete(place, error) from error
     for key, value in config.items():
@@ -227,6 +239,26 @@ def _product(
     return Change(places, LowRank(parts["A"], parts["B"]), scale, turned)
 
 
+def _rows(
+    config: dict[str, Any], path: str, name: str, value: Tensor, empty: "PreTrainedModel", place: Path
+) -> tuple[int, ...]:
+    """The tokens whose rows of the embedding `value` replaces."""
+    named = config.get("trainable_token_indices")
+    ids = next((rows for one, rows in (named or {}).items() if f".{path}".endswith(f".{one}")), None)
+    table = empty.get_input_embeddings().weight
+    require(
+        len(named or ()) == 1
+        and isinstance(ids, list)
+        and empty.get_parameter(name) is table
+        and tuple(value.shape) == (len(ids), table.shape[1])
+        and all(type(one) is int and 0 <= one < len(table) for one in ids),
+        f"{place}: trainable_token_indices = {named!r} does not fit {path}, {list(value.shape)}: it names tokens of "
+        f"the input embedding, {list(table.shape)}, and each has a row.",
+        CheckpointError,
+    )
+    return tuple(ids or ())
+
+
 def _named(names: str | Iterable[str], path: str) -> bool:
     """Whether a list of names, or a regular expression, names a module."""
     if isinstance(names, str):
@@ -257,6 +289,7 @@ def _check_complete(
             f"belong together."
         )
     lacking = [one for one in config.get("modules_to_save") or () if not any(f"{one}." in f"{path}." for path in saved)]
+    lacking += [one for one in config.get("trainable_token_indices") or () if not any(one in path for path in saved)]
     if config["target_modules"] != "all-linear":  # what peft takes for a linear layer is not known here
         held = {rename(f"{path}.", family.renames) for path in adapted}
         modules = {stored.rpartition(".")[0] for stored in weights.original.values() if ".experts." not in stored}
@@ -276,20 +309,20 @@ def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[st
     Raises:
         CheckpointError: a weight stays on disk.
     """
-    adapted = {one.name for change in changes.values() for one in change.places}
+    adapted = {one.name for change in changes.values() if not change.rows for one in change.places}
     for target, source in tied.items():
         if adapted & {target, source}:
             module, _, name = target.rpartition(".")
             setattr(hf.get_submodule(module), name, Parameter(hf.get_parameter(source).clone()))
             hf.config.get_text_config().tie_word_embeddings = False
-    for places, value, scale, turned in changes.values():
+    for places, value, scale, turned, rows in changes.values():
         if isinstance(value, LowRank):
             device = hf.get_parameter_or_buffer(places[0].name).device
             a, b = (factor.to(device).double() for factor in value)
             product = scale * (b @ a)
             pieces = (product.mT if turned else product).split([one.shape[0] for one in places])
         else:
-            pieces = value.split([one.shape[0] for one in places])
+            pieces = (value,) if rows else value.split([one.shape[0] for one in places])
         for one, piece in zip(places, pieces, strict=True):
             weight = hf.get_parameter_or_buffer(one.name)
             require(
@@ -298,7 +331,6 @@ def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[st
                 f"checkpoint with device=.",
                 CheckpointError,
             )
-            part = weight[one.index]
-            wide = torch.promote_types(part.dtype, torch.float32)
-            piece = piece.to(part.device, wide)
-            part.copy_(part.to(wide) + piece if isinstance(value, LowRank) else piece)
+            index = list(rows) if rows else one.index
+            piece = piece.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+            weight[index] = (weight[index] + piece if isinstance(value, LowRank) else piece).to(weight.dtype)

@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families import FAMILIES, Family
+from sinklens.model import fetching
+from sinklens.model.fetching import REPOSITORY
 from sinklens.utils.documents import read_json
 from sinklens.utils.folders import inside
 
 SHIPPED_FOLDER = "shipped"
-REPOSITORY = Path(__file__).resolve().parents[2] / "models"
 REPOSITORY_MODELS = ("tiny-llada-skills", "tiny-llama-skills", "tiny-text", "tiny-text-causal")
 """Models that only studies use; they lie in `REPOSITORY`, which a wheel lacks."""
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -66,8 +67,8 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
     """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
 
     Args:
-        name_or_path: tried in this order: a shipped name; a folder, which is returned; a name on the hub, whose files
-            are downloaded and cached.
+        name_or_path: tried in this order: a shipped name, or one that `sinklens fetch` fetched; a folder, which is
+            returned; a name on the hub, whose files are downloaded and cached.
         revision: branch, tag or commit on the hub; None means the main branch.
         weights: whether they are downloaded too.
 
@@ -75,6 +76,8 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
     """
     path = _shipped().get(str(name_or_path), Path(name_or_path))
+    if str(name_or_path) in (fetching.BASE, *fetching.ARMS) and not path.is_dir():
+        path = fetching.fetched(str(name_or_path))
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         require(
             revision is None,

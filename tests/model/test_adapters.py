@@ -159,6 +159,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str | None], str]] = [
     ({}, {".lora_": None}, "has no factors"),
     ({}, {"q_proj.lora_A": "q_proj.lora_magnitude"}, "which is not a factor"),
     ({}, {"q_proj.lora_A": None}, "the factors of .*q_proj have the shapes"),
+    ({"trainable_token_indices": {"wte": [1]}}, {}, "names wte, for which .* has no tensors"),
+    ({"trainable_token_indices": [-1]}, {".0.q_proj.lora_A.weight": ".0.q_proj.token_adapter.trainable_tokens_delta"},
+     "does not fit"),
+    ({}, {".0.q_proj.lora_A.weight": ".0.q_proj.token_adapter.trainable_tokens_delta"}, "trainable_token_indices = No"),
 ]  # fmt: skip
 
 
@@ -210,12 +214,14 @@ TIED = {
 }
 
 
-TIED_CASES = [(family, adapted) for family in TIED for adapted in ("projections", "embedding", "head")]
+TIED_CASES = [(family, adapted) for family in TIED for adapted in ("projections", "embedding", "head", "tokens")]
 
 
 @pytest.mark.parametrize(("family", "adapted"), [*TIED_CASES, ("dream", "both in full"), ("llama", "both in full")])
 def test_an_adapter_of_a_tied_weight_changes_the_one_that_it_names(family, adapted, tmp_path):
-    """peft adds a product to the lookups of the embedding or to the head, and leaves the other one as it is."""
+    """peft adds a product to the lookups of the embedding or to the head, and leaves the other one as it is; rows of
+    single tokens replace those of both.
+    """
     embedding, head = TIED[family]
     write_family(base := tmp_path / "base", family, tie_word_embeddings=True)
     weights = load_file(base / "model.safetensors")
@@ -238,6 +244,12 @@ def test_an_adapter_of_a_tied_weight_changes_the_one_that_it_names(family, adapt
         merged |= {table: merged[table] * 2, f"{head}.weight": merged[table] * 3}
         tensors |= {f"base_model.model.{name}": merged[name] for name in (table, f"{head}.weight")}
         config["modules_to_save"] = [embedding, head.rpartition(".")[2]]
+    if adapted == "tokens":
+        config["trainable_token_indices"], rows = {embedding: [3, 5]}, torch.randn(2, weights[table].shape[1])
+        tensors[f"{at}.token_adapter.trainable_tokens_delta"] = rows
+        merged |= {name: weights[table].clone() for name in (table, f"{head}.weight")}
+        for name in (table, f"{head}.weight"):
+            merged[name][[3, 5]] = rows
     config["target_modules"] += {"embedding": [embedding], "head": [head]}.get(adapted, [])
     save_file({name: value.contiguous() for name, value in tensors.items()}, place / "adapter_model.safetensors")
     (place / "adapter_config.json").write_text(json.dumps(config))
@@ -247,7 +259,7 @@ def test_an_adapter_of_a_tied_weight_changes_the_one_that_it_names(family, adapt
     )
     model, wanted, ids = sinklens.load(base, adapter=place), sinklens.load(untied), random_ids()
     torch.testing.assert_close(model(ids), wanted(ids), rtol=1e-4, atol=1e-4)
-    assert (model.tree.W_E.data_ptr() == model.tree.W_U.data_ptr()) is (adapted == "projections")
+    assert (model.tree.W_E.data_ptr() == model.tree.W_U.data_ptr()) is (adapted in ("projections", "tokens"))
 
 
 def test_the_command_line_and_the_lab_take_an_adapter(llada, tmp_path, monkeypatch):
