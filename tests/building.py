@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sinklens.families import Family
-from sinklens.model import Model, load
+from sinklens.model import Model, fetching, load
 from sinklens.model.loading import prepare
 from training.tokenizer import train_tokenizer
 
@@ -51,6 +51,8 @@ EXPERTS = {
 MIXED = [("qwen3_moe", False), ("qwen3_moe", True), ("glm4_moe", False), ("glm4_moe", True)]
 
 Edit = Callable[[Tensor], Tensor]
+
+NEEDS_BASE = pytest.mark.skipif(not fetching.is_fetched(), reason="needs `sinklens fetch smollm2-135m`")
 
 
 def random_hf(

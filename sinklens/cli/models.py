@@ -13,15 +13,16 @@ from sinklens.utils.escaping import on_console, say
 PROBLEM = 14
 
 
-def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) -> None:
+def demo(*, out: Path = Path("sinklens-demo"), real: bool = False, loading: Device | None = None) -> None:
     """Trace both twins on one held-out problem.
 
     Args:
         out: folder for the results
+        real: trace smollm2-135m-masked and smollm2-135m-causal, after `sinklens fetch smollm2-135m`; takes minutes
     """
     from rich.console import Console
 
-    from sinklens.model import load
+    from sinklens.model import fetching, load
     from sinklens.runs import generate
     from sinklens.tasks.word_problems import held_out
     from sinklens.utils.folders import check_folder
@@ -29,7 +30,8 @@ def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) ->
 
     check_folder(out, "a demo")
     asked, console = held_out()[PROBLEM], Console(highlight=False)
-    runs = [generate(load(name, **loading or {}), asked.prompt) for name in ("tiny-llada", "tiny-llama")]
+    names = tuple(reversed(fetching.ARMS)) if real else ("tiny-llada", "tiny-llama")
+    runs = [generate(load(name, **loading or {}), asked.prompt) for name in names]
     tracks = [run.sinks for run in runs if run.sinks is not None]
     for run, track in zip(runs, tracks, strict=True):
         track.save(out / f"{run.model.name}.sinks.nc")

@@ -51,7 +51,7 @@ def fetch(name: str = BASE) -> Path:
         f"{name!r} cannot be fetched; {BASE} can.{nearest(name, (BASE, *ARMS))}",
         CheckpointError,
     )
-    if _base().is_dir():
+    if is_fetched():
         return _base()
     reasons = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -91,6 +91,11 @@ def _from_index(folder: Path) -> Path:
     return folder / FILE
 
 
+def is_fetched() -> bool:
+    """Whether the base model is there."""
+    return _base().is_dir()
+
+
 def fetched(name: str) -> Path:
     """The folder of the base model, or of a continuation.
 
@@ -99,7 +104,7 @@ def fetched(name: str) -> Path:
     """
     base = _base()
     require(
-        base.is_dir(),
+        is_fetched(),
         f"{name} needs weights that do not ship with sinklens; run `sinklens fetch {BASE}` once (93 MB).",
         CheckpointError,
     )

@@ -14,6 +14,7 @@ from typing import get_type_hints
 
 import pandas
 import pytest
+from building import NEEDS_BASE
 from hostile import HOSTILE
 from ledgers import planted_run
 
@@ -38,26 +39,24 @@ TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24
 
 
 @pytest.mark.extended
-def test_demo_shows_both_models_and_writes_the_files_it_lists(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize(("real", "names", "steps"), [
+    ([], ("tiny-llada", "tiny-llama"), 24),
+    pytest.param(["--real"], ("smollm2-135m-masked", "smollm2-135m-causal"), 48, marks=NEEDS_BASE),
+])  # fmt: skip
+def test_demo_shows_both_models_and_writes_the_files_it_lists(real, names, steps, tmp_path, capsys):
+    assert main(["demo", *real, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     problem = held_out()[14]
     assert problem.question.split(".")[0] in printed
-    assert "tiny-llada (diffusion, 24 steps)" in printed
-    assert "tiny-llama (autoregressive" in printed
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "answers.txt",
-        "sinks.png",
-        "tiny-llada.html",
-        "tiny-llada.sinks.nc",
-        "tiny-llama.html",
-        "tiny-llama.sinks.nc",
-    ]
-    for name in ("tiny-llada", "tiny-llama"):
+    assert f"{names[0]} (diffusion, {steps} steps)" in printed
+    assert f"{names[1]} (autoregressive" in printed
+    written = [f"{name}.{kind}" for name in names for kind in ("html", "sinks.nc")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["answers.txt", "sinks.png", *written])
+    for name in names:
         assert (tmp_path / f"{name}.html").as_uri() in printed
         assert "</html>" in (tmp_path / f"{name}.html").read_text()
-    moving, still = (SinkTrack.open(tmp_path / f"{name}.sinks.nc") for name in ("tiny-llada", "tiny-llama"))
-    assert moving.steps == 24
+    moving, still = (SinkTrack.open(tmp_path / f"{name}.sinks.nc") for name in names)
+    assert moving.steps == steps
     assert (tmp_path / "sinks.png").read_bytes().startswith(b"\x89PNG")
     assert str(problem.result) in (tmp_path / "answers.txt").read_text()
     assert still.data.attrs["family"] == "llama"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from building import NEEDS_BASE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -11,7 +12,6 @@ from sinklens.errors import CheckpointError
 from sinklens.model import fetching
 from sinklens.model.files import REPOSITORY
 
-needs_base = pytest.mark.skipif(not fetching._base().is_dir(), reason="needs `sinklens fetch smollm2-135m`")
 TEXT = "A text is read from left to right, and a canvas in any order. The capital of France is Paris."
 
 
@@ -42,7 +42,7 @@ def test_a_file_that_is_not_the_one_is_refused(tmp_path, monkeypatch, capsys):
     assert not any((tmp_path / "sinklens").rglob("*.safetensors"))
 
 
-@needs_base
+@NEEDS_BASE
 @pytest.mark.extended
 @pytest.mark.parametrize("name", fetching.ARMS)
 def test_a_continuation_is_the_base_with_the_weights_of_its_files(name):
