@@ -307,7 +307,7 @@ print(shell("sinklens table mixed"))
 # For tasks that sinklens lacks, its models run under EleutherAI's harness, with an intervention (`pip install
 # 'sinklens[lm-eval]'`):
 #
-#     python -m sinklens.evaluation.harness --model sinklens --tasks gsm8k --apply_chat_template \
+#     sinklens lm-eval --model sinklens --tasks gsm8k --apply_chat_template \
 #         --model_args pretrained=GSAI-ML/LLaDA-8B-Instruct,mask_sinks=5,gen_length=256,steps=256,block_length=32
 #
 # In Python this is `lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])`. Generating tasks

@@ -66,6 +66,10 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
         "results:merge",
         "copy the records of evaluations, such as those of several machines, into one folder; rerun to resume",
     ),
+    "lm-eval": (
+        "results:lm_eval",
+        "run lm-evaluation-harness, which then knows --model sinklens; every option is the harness's",
+    ),
     "export": (
         "results:export",
         "write every record of an evaluation, with the run that it belongs to, as a line of JSON",

@@ -6,13 +6,29 @@ Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from sinklens.cli.options import Integer
 from sinklens.cli.writing import write_figure
 from sinklens.errors import SinklensError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv, say
+
+
+def lm_eval(*options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Run lm-evaluation-harness with models of sinklens.
+
+    Args:
+        options: those of the harness, such as --model sinklens --model_args pretrained=tiny-llada --tasks gsm8k
+    """
+    import sinklens.evaluation.harness  # noqa: F401  registers the model
+
+    from lm_eval.__main__ import cli_evaluate  # isort: skip
+
+    sys.argv = ["sinklens lm-eval", *options]
+    cli_evaluate()
 
 
 def table(

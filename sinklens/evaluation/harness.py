@@ -1,7 +1,7 @@
 """Evaluate a sinklens model, with interventions, in EleutherAI's lm-evaluation-harness (`lm_eval`).
 
     lm_eval.simple_evaluate(SinklensLM("tiny-llada", MaskSinks(top_k=1)), tasks=["gsm8k"])
-    python -m sinklens.evaluation.harness --model sinklens --model_args pretrained=tiny-llada,mask_sinks=1 --tasks gsm8k
+    sinklens lm-eval --model sinklens --model_args pretrained=tiny-llada,mask_sinks=1 --tasks gsm8k
 
 The harness has no plugin mechanism, so the second command registers the model and then calls the harness's own command
 line. The harness builds prompts and judges answers; this module encodes the prompts, generates the answers and cuts
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from sinklens.errors import PromptError, SettingError, SinklensError, require
+from sinklens.errors import PromptError, SettingError, require
 from sinklens.experiments.nll.estimate import check_pair, likelihoods, longest, refuse_cache
 from sinklens.experiments.nll.noise import DrawRule, Masking
 from sinklens.experiments.nll.result import PromptAnswer
@@ -334,17 +334,3 @@ def _stops(settings: Mapping[str, Any]) -> list[str]:
     """The texts that end an answer."""
     until = settings.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
-
-
-def main() -> None:
-    """Run the harness's command line, with ``--model sinklens`` available."""
-    from lm_eval.__main__ import cli_evaluate
-
-    try:
-        cli_evaluate()
-    except SinklensError as error:
-        raise SystemExit(f"sinklens: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

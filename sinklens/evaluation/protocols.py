@@ -109,7 +109,7 @@ class HarnessProtocol(Protocol):
         if not self.task:
             return ""
         given = {"pretrained": self.published[0].model, **self.settings}
-        call = ["python", "-m", "sinklens.evaluation.harness", "--model", "sinklens", "--tasks", self.task]
+        call = ["sinklens", "lm-eval", "--model", "sinklens", "--tasks", self.task]
         call += [] if self.shots is None else ["--num_fewshot", str(self.shots)]
         call += ["--apply_chat_template"] * bool(self.chat_template)
         call += ["--model_args", ",".join(f"{name}={value}" for name, value in given.items())]

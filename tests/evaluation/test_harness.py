@@ -10,6 +10,7 @@ import pytest
 from harness_tasks import evaluated, local_task, offline
 
 import sinklens
+from sinklens.cli import main
 from sinklens.errors import PromptError, SettingError
 from sinklens.evaluation import masking
 from sinklens.evaluation.protocols import find_protocol
@@ -121,21 +122,17 @@ def test_the_registered_name_takes_text_arguments(words):
 
 
 def test_the_command_line_is_that_of_the_harness(words, tmp_path, monkeypatch, capsys):
-    from sinklens.evaluation import harness
-
     monkeypatch.setattr(
         "lm_eval.__main__.setup_logging", lambda: None
     )  # it would keep a reference to this test's stderr
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # thousands of files
     given = ["--model", "sinklens", "--model_args", "pretrained=tiny-llada,mask_sinks=1", "--batch_size", "4"]
     what = ["--tasks", "words", "--include_path", str(tmp_path), "--limit", "2"]
-    monkeypatch.setattr(sys, "argv", ["harness", *given, *what])
     with offline():
-        harness.main()
+        assert main(["lm-eval", *given, *what]) == 0
     assert "exact_match" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["harness", *given, *what, "--use_cache", str(tmp_path / "cached")])
-    with pytest.raises(SystemExit, match=r"sinklens: the harness's response cache"):
-        harness.main()
+    assert main(["lm-eval", *given, *what, "--use_cache", str(tmp_path / "cached")]) == 1
+    assert "sinklens: the harness's response cache" in capsys.readouterr().err
 
 
 def test_the_response_cache_is_refused_and_the_cache_of_prompts_is_not(words, tiny_llada, tmp_path, monkeypatch):

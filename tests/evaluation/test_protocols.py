@@ -155,7 +155,7 @@ def test_scores_and_settings_are_those_of_the_sources(name, settings, shots, sco
 
 def test_the_command_of_a_harness_protocol_repeats_its_settings():
     assert HARNESS_PROTOCOLS["llada-base-piqa-cfg"].command() == (
-        "python -m sinklens.evaluation.harness --model sinklens --tasks piqa --num_fewshot 0 --model_args "
+        "sinklens lm-eval --model sinklens --tasks piqa --num_fewshot 0 --model_args "
         "pretrained=GSAI-ML/LLaDA-8B-Base,mc_num=128,mc_batch=8,cfg_scale=0.5"
     )
     assert HARNESS_PROTOCOLS["llada-instruct-math"].command() == ""
