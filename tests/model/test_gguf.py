@@ -16,7 +16,7 @@ import torch
 from building import random_hf, random_ids
 from gguf.quants import dequantize, quantize
 from layouts import eager_logits, llada_names
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import sinklens
 from sinklens.errors import CheckpointError, CheckpointWarning
@@ -151,22 +151,32 @@ def test_a_file_that_would_be_read_as_another_model_is_refused(tmp_path, name, c
 
 # The tokenizer
 
-TEXTS = ["It's 1234 words,  and\nmore", "<end> wörter <end>", "the rest  12 of the words"]
+TEXTS = ["It's 1234 words,  and\nmore", "wörter <end> wörter", "the rest  12 of quite the words"]
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}NUMBER"
+WORDS += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPLITS = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "qwen2": [pre_tokenizers.Split(Regex(WORDS.replace("NUMBER", "")), "isolated"), BYTES],
+    "llama-bpe": [pre_tokenizers.Split(Regex(WORDS.replace("NUMBER", "{1,3}")), "isolated"), BYTES],
 }
 
 
 def write_tokenized(file: Path, rule: str, named: str | None = None) -> Tokenizer:
-    """Write a file of a model with a byte-level tokenizer that splits by `rule`, under the rule's name or another."""
+    """Write a file of a model with a byte-level tokenizer that splits by `rule`, under the rule's name or another.
+
+    No merge makes its last token, a word that Llama's rule takes whole.
+    """
     made, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     made.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[rule])
     trainer = trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(["the words of 12 1234 34 1212 are  12  words"] * 9, trainer)
-    tokens = [made.id_to_token(one) for one in range(made.get_vocab_size())]
+    tokens = [*(made.id_to_token(one) for one in range(made.get_vocab_size())), "Ġquite"]
+    merges = [tuple(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
+    made.model = models.BPE({one: number for number, one in enumerate(tokens)}, merges, ignore_merges=rule[0] == "l")
     given = {"model": "gpt2", "pre": named or rule, "tokens": tokens, "token_type": [3, *[1] * (len(tokens) - 1)]}
-    given["merges"] = [" ".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
+    given |= {"merges": [" ".join(pair) for pair in merges], "bos_token_id": 0}
     change = {f"tokenizer.ggml.{key}": value for key, value in given.items()} | {"llama.vocab_size": len(tokens)}
     write(file, "llama", change=change, vocab_size=len(tokens))
     return made
@@ -176,8 +186,9 @@ def write_tokenized(file: Path, rule: str, named: str | None = None) -> Tokenize
 def test_the_tokenizer_splits_text_as_the_one_it_was_written_from(tmp_path, rule):
     made = write_tokenized(tmp_path / "model.gguf", rule)
     model = sinklens.load(tmp_path / "model.gguf")
-    assert [model.to_tokens(text)[0].tolist() for text in TEXTS] == [made.encode(text).ids for text in TEXTS]
-    assert model.to_string(model.to_tokens(TEXTS[1])[0]) == TEXTS[1]
+    start = [0] if rule == "llama-bpe" else []
+    assert [model.to_tokens(text)[0].tolist() for text in TEXTS] == [start + made.encode(text).ids for text in TEXTS]
+    assert model.to_string(model.to_tokens(TEXTS[1], prepend_bos=False)[0]) == TEXTS[1]
 
 
 def test_a_tokenizer_of_an_unknown_rule_is_left_out_with_a_warning(tmp_path):
