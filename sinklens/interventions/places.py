@@ -91,7 +91,10 @@ class Places:
         inside = [int(point.split(".")[1]) for point in points or () if point.startswith("blocks.")]
         self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
         self.heads = what.chosen_heads(model)
-        self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
+        all_heads = not of_keys or set(self.heads) == set(range(model.cfg.n_heads))
+        self._only = None if all_heads else head_mask(self.heads, model.cfg.n_heads, run.real.device)
+        self._together = not (run.causal or run.single)  # all queries of a pass have the places of its step
+        self._real_rows = run.real.any(dim=1)
         self._fixed = None if run.single else place_mask(what.positions, run.real)[:, None]
         now = self._now = Moment(name, model, run, self.layers, self.heads)
         chooser = self._chooser = None if rule is None else rule.start(now)
@@ -139,11 +142,12 @@ class Places:
             limit = (self._fixed & self._run.real[:, None])[:, None]
             missing = limit.shape[-1] - found.mask.shape[-1]  # not decoded yet
             mask = (torch.nn.functional.pad(found.mask, (0, missing)) if missing else found.mask) & limit
-            if self._only is not None and not bool(self._only.all()):
-                mask = mask & self._only.to(mask.device)[:, None]
+            if self._only is not None:
+                mask = mask & self._only[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            found = found._replace(mask=mask, layers=tuple(mask.any(dim=-1).any(dim=2).any(dim=0).tolist()))
+            layers = tuple(mask.any(dim=-1).any(dim=2).any(dim=0).tolist())
+            found = found._replace(mask=mask, layers=layers, by_layer=mask.unbind(1))
         self._found[now.step] = found
 
     def _forget(self) -> None:
@@ -176,7 +180,10 @@ class Places:
         found = self._of_step(step)
         if found is None or fixed is None:
             return None
-        mask = found.mask[:, layer if layer is not None and found.mask.shape[1] > 1 else 0].to(fixed.device)
+        place = layer if layer is not None and found.mask.shape[1] > 1 else 0
+        if found.by_layer and real is None:
+            return found.by_layer[place]
+        mask = found.mask[:, place].to(fixed.device)
         if mask.shape[-1] not in (1, fixed.shape[-1]):
             raise SettingError(
                 f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each."
@@ -234,14 +241,16 @@ class Places:
                 keys of the step that it belongs to, or "all" tokens of a pass by the keys of the newest one.
         """
         layer, step, device, now = layer_of(hook), int(hook.step or 0), value.device, hook.forward_pass
-        if self._run.causal and not self._run.single:
+        if not (self._together or self._run.single):
             return self._causal_keys(layer, step, value, reach, now.spans())
         mask = self.at(step, layer, now.real if self._run.single else None)
         if mask is None:
             return None
         if now.keys.stop > mask.shape[-1]:  # positions that are new, or not among the keys of the pass
             mask = torch.nn.functional.pad(mask, (0, now.keys.stop - mask.shape[-1]))
-        mask = mask[..., now.keys.start : now.keys.stop].to(device)
+        if now.keys != range(mask.shape[-1]):
+            mask = mask[..., now.keys.start : now.keys.stop]
+        mask = mask.to(device)
         if self._run.single:
             rows = torch.ones(1, dtype=torch.bool)
             mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
@@ -251,14 +260,14 @@ class Places:
 
     def anywhere(self, hook: Point) -> bool | None:
         """Whether the rule found a place in the layer of a point at this step; None if that was not asked."""
-        found = None if self._run.causal or self._run.single else self._found.get(int(hook.step or 0))
+        found = self._found.get(int(hook.step or 0)) if self._together else None
         layers = None if found is None else found.layers
         return None if layers is None else layers[layer_of(hook) if len(layers) > 1 else 0]
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
         found = self._of_step(step)
-        return self._run.real.any(dim=1) if found is None or found.rows is None else found.rows
+        return self._real_rows if found is None or found.rows is None else found.rows
 
     def _causal_keys(
         self, layer: int, step: int, value: Tensor, reach: str, spans: Sequence[QuerySpan]

@@ -100,11 +100,13 @@ class StepPlaces(NamedTuple):
         mask: True at the places, over the text from its first position on. The layers are those of the model.
         rows: rows that had scores; None if all had.
         layers: whether the mask is True anywhere in each layer; None if this was not asked.
+        by_layer: the mask of each of its layers, once it is limited to the positions of an intervention.
     """
 
     mask: Mask
     rows: Bool[Tensor, " batch"] | None = None
     layers: tuple[bool, ...] | None = None
+    by_layer: tuple[Tensor, ...] = ()
 
 
 class Chooser(NamedTuple):

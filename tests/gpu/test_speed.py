@@ -24,18 +24,14 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-from benchmarks.measuring import Ratio, compare, in_turn, peak, ratio_of, seconds, settle
+from benchmarks.measuring import Ratio, compare, in_turn, ratio_of, seconds, settle
 from benchmarks.plain import (
     ANSWER,
     LLADA_8B,
     TINY,
-    blank,
-    bridge_sinks,
-    nnsight_sinks,
     plain_loop,
     random_llada,
     reference_loop,
-    transformers_sinks,
     twin,
 )  # fmt: skip
 from sinklens.errors import DeviceMemoryError
@@ -236,52 +232,6 @@ def test_complete_run(size: Size, bench: Bench, works: Works, finding: Callable[
 def _spread(ratio: Ratio) -> str:
     spread = f"{ratio.low:.2f}–{ratio.high:.2f} in {ratio.pairs} pairs"
     return f"{spread}; {ratio.a * 1e3:.1f} ms and {ratio.b * 1e3:.1f} ms"
-
-
-def test_memory(size: Size, bench: Bench, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
-    """memory above a plain run, sinks recorded, in MB ({size})"""
-    with enough_memory():
-        works.recorded(), works.plain()
-        recorded, plain = peak(works.recorded, device), peak(works.plain, device)
-    finding(f"{bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
-
-
-@pytest.mark.parametrize("length", [
-    pytest.param(128, marks=pytest.mark.small), *(pytest.param(n, marks=pytest.mark.large) for n in (512, 1024)),
-])  # fmt: skip
-@pytest.mark.parametrize(("what", "make"), [
-    ("transformers eager patterns", transformers_sinks), ("nnsight on eager attention", nnsight_sinks),
-    ("TransformerLens run_with_cache", bridge_sinks),
-])  # fmt: skip
-def test_others(
-    what: str, make: Callable[..., Callable[[Tensor], Tensor]], length: int, bench: Bench, device: torch.device,
-    finding: Callable[..., None],
-) -> None:  # fmt: skip
-    """{what} ÷ sinklens (one pass, S = {length})
-
-    Each computes the sinks of every layer and head; TransformerLens attends causally, so its are not compared.
-    """
-    if bench.small and make is not transformers_sinks:
-        pytest.skip("on a CPU, benchmarks/run.py measures this")
-    canvas = blank(bench.prompt(length, 1))
-    work = partial(make(bench.plain), canvas)
-
-    def ours() -> Tensor:
-        run = bench.run(canvas[:, :-ANSWER], 1, True)
-        return torch.from_numpy(run.sinks.scores().values[0, 0])
-
-    with torch.no_grad():
-        if make is not bridge_sinks:
-            found, wanted = work().float().cpu(), ours()
-            off = float((found - wanted).abs().max() / wanted.max())
-            assert off < (1e-3 if bench.small else 0.1), f"its scores differ by {off:.2g} of the largest"
-        ratio = bench.ratio(work, ours)
-        usual = peak(lambda: bench.plain.model(input_ids=canvas, use_cache=False), device)
-        theirs, sinklens = peak(work, device) - usual, peak(ours, device) - usual
-    finding(
-        f"{bench}; {_spread(ratio)}; memory above a plain pass {theirs:.0f} MB and {sinklens:.0f} MB",
-        value=ratio.median,
-    )
 
 
 @pytest.mark.cuda("the kernel is for CUDA devices")
