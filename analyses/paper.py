@@ -27,6 +27,7 @@ from sinklens.analyses.frontier import frontier
 from sinklens.analyses.runs import OwnRun, noise_of
 from sinklens.analyses.study import Study
 from sinklens.analyses.token_types import token_rows, tokens_of_rows
+from sinklens.evaluation.protocols import PROTOCOLS, STUDY, is_checkpoint
 from sinklens.evaluation.verification import MOST_SINKS, STILL
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -102,7 +103,14 @@ ITEMS = {
     "table1": Item(
         "Table 1: accuracy with sinks masked",
         {},
-        unstated="Steps, shots and checkpoints; the first step, at which nothing is masked here; whether heads share "
+        tuple(
+            Claim((name,), "accuracy", "equals", printed.score, {"protocol": protocol.name, "masked": printed.masked})
+            for name, checkpoint in CHECKPOINTS.items()
+            for protocol in PROTOCOLS.values()
+            for printed in protocol.published
+            if printed.score is not None and printed.source == STUDY and is_checkpoint(printed.model, checkpoint)
+        ),
+        "Steps, shots and checkpoints; the first step, at which nothing is masked here; whether heads share "
         "a set of keys, which they do not here; whether a head without a sink by Eq. 3 is masked, which it is unless "
         "--sinks-only adds the other reading. In an autoregressive model, the keys that the last token attends to.",
     ),

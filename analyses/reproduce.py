@@ -65,7 +65,7 @@ NOT_IN_PAPER = {"paper": "", "verdict": "not in the paper"}
 COLUMNS_OF_TABLE_1 = [
     "protocol", "model", "condition", "total", "unscored", "estimate", "low", "high", "against_unmasked_difference",
     "against_unmasked_low", "against_unmasked_high", "against_random_difference", "against_random_low",
-    "against_random_high", "departs",
+    "against_random_high", "against_same_mass_difference", "against_same_mass_low", "against_same_mass_high", "departs",
 ]  # fmt: skip
 SHOWN = 7  # rows of a model and measure on a page; the CSV has all
 

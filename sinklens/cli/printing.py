@@ -20,8 +20,9 @@ LEGEND = (
     "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
     "many random keys masked, or minus that of the condition's own control (control_of), on the samples that both "
-    "have. published: a published score, and the accuracy minus that score with Newcombe's interval, as if the samples "
-    "were independent. Shares of answers: malformed, i.e. not of the required form (right of formed: accuracy over the "
+    "have; 'vs same mass': minus that with random keys masked that are no sinks and receive as much attention. "
+    "published: a published score, and the accuracy minus that score with Newcombe's interval, as if the samples were "
+    "independent. Shares of answers: malformed, i.e. not of the required form (right of formed: accuracy over the "
     "others); empty; with masks left; without an end token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 "
     "in column sums. keys: those that a control picked of those it was to pick, per sample."
 )
@@ -57,6 +58,7 @@ def show(table: "DataFrame", notes: Sequence[str]) -> None:
             "accuracy": _accuracies(rows),
             "vs unmasked": _compared(rows, "against_unmasked").where(rows["no_unmasked"] == "", rows["no_unmasked"]),
             "vs random": _compared(rows, "against_random").where(rows["no_random"] == "", rows["no_random"]),
+            "vs same mass": _compared(rows, "against_same_mass"),
             "speed": _written(rows["speed"].where(rows["cache"] != ""), "{:.2f} x"),
             "published": _written(rows["published"], "{:.3f} ") + _limits(rows, "published", rows["source"]),
         }

@@ -63,8 +63,10 @@ def reproduce(
 
     if resume:
         require(not models, "--resume takes the models and options of OUT; give only --out and --shard.", SinklensError)
-        stored = read_json(out / "reproduce.json", SinklensError)
-        asked = Request(**{name: stored[name] for name in Request.__dataclass_fields__})
+        stored, names = read_json(out / "reproduce.json", SinklensError), Request.__dataclass_fields__
+        lacks = f"{out / 'reproduce.json'} does not hold the options of a reproduction; name the models again."
+        require(set(names) <= set(stored), lacks, SinklensError)
+        asked = Request(**{name: stored[name] for name in names})
     else:
         given = {name: fitted(name, loading) for name in models}
         path = None if data is None else str(data)

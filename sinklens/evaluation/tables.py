@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
-COMPARISONS = ("unmasked", "random")
+COMPARISONS = ("unmasked", "random", "same_mass")
 NOTHING = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 
@@ -72,9 +72,9 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
         - "right", "total": right answers and samples with a verdict; "estimate", "low", "high": the accuracy;
         - "unscored": samples whose generated program has not been run. They are excluded from all other numbers, unless
           no program has been run: then "total" is 0, and the shares are over the unscored ones;
-        - "against_unmasked_…", "against_random_…": the comparison with the unmasked run and with the "control":
-          "difference", "low", "high", "p", "total", and the samples "lost" and "gained" by this run. "no_unmasked" and
-          "no_random" say why there is none;
+        - "against_unmasked_…", "against_random_…", "against_same_mass_…": the comparison with the unmasked run, with
+          the "control", and of masked sinks with random keys of the same mass: "difference", "low", "high", "p",
+          "total", and the samples "lost" and "gained" by this run. "no_unmasked" and "no_random" say why there is none;
         - "published", "source": the score published for this model, protocol and number of masked sinks;
           "published_difference", "published_low", "published_high": the accuracy minus that score, unless the run
           "departs" from its protocol;
@@ -157,6 +157,7 @@ def _rows(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[di
         rows.append({
             **_row(name, one), **_compared("unmasked", base, one, "no unmasked run", mixed_devices),
             **_compared("random", control, one, absent, mixed_devices),
+            **_compared("same_mass", _masked_alike(one, members, "same_mass"), one, "", mixed_devices),
             "control": "" if control is None else str(control.condition["name"]),
             "speed": math.nan if base is None or one is base else _speed(base, one),
         })  # fmt: skip
@@ -184,10 +185,14 @@ def _control_of(read: _Scored, members: Sequence[_Scored]) -> _Scored | None:
         first, *others = (repr(one.condition["name"]) for one in named)
         text = f"{name!r} has several controls; it is compared with {first}, not with {', '.join(others)}."
         warnings.warn(text, ControlWarning, stacklevel=4)
-    if not named and read.condition["pick"] in ("strongest", "steady"):
-        random = [one for one in members if one.condition["pick"] == "random" and not one.control_of]
-        named = [one for one in random if _masking_key(one) == _masking_key(read)]
-    return named[0] if named else None
+    return named[0] if named else _masked_alike(read, members, "random")
+
+
+def _masked_alike(read: _Scored, members: Sequence[_Scored], pick: str) -> _Scored | None:
+    """For masked sinks, the first run that masks other keys in the same manner."""
+    alike = (one for one in members if one.condition["pick"] == pick and not one.control_of)
+    sinks = read.condition["pick"] in ("strongest", "steady")
+    return next((one for one in alike if sinks and _masking_key(one) == _masking_key(read)), None)
 
 
 def _masking_key(read: _Scored) -> str:

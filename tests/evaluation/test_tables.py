@@ -78,15 +78,17 @@ def test_differences_are_paired_on_the_samples_that_both_have(ledger):
 
 def test_a_control_has_the_same_masking_settings(tmp_path):
     """With the newest and all queries and two seeds of random keys, each is paired with its control's first seed."""
-    newest, every = masking([1], ["random"]), masking([1], ["random"], queries="all")
+    newest, every = (masking([1], ["random", "same_mass"], queries=queries) for queries in ("newest", "all"))
     planted_run(tmp_path, verdicts(BASE), UNMASKED)
     for conditions, sinks, control in ((newest, "1100", "1110"), (every, "1000", "1111")):
         planted_run(tmp_path, verdicts(sinks), conditions[1])
         planted_run(tmp_path, verdicts(control), conditions[2])
+        planted_run(tmp_path, verdicts("1111"), conditions[3])
     planted_run(tmp_path, verdicts("0000"), masking([1], ["random"], seed=1)[2])
     found = by_condition(tmp_path)
     rows = ["1 sink", "1 sink, for all queries"]
-    assert found.loc[rows, "against_random_difference"].tolist() == [-0.25, -0.75]
+    against = found.loc[rows, ["against_random_difference", "against_same_mass_difference"]]
+    assert against.to_numpy().tolist() == [[-0.25, -0.5], [-0.75, -0.75]]
     assert found.loc["1 random key, seed 1", "estimate"] == 0
 
 
