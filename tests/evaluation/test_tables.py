@@ -87,8 +87,10 @@ def test_a_control_has_the_same_masking_settings(tmp_path):
     planted_run(tmp_path, verdicts("0000"), masking([1], ["random"], seed=1)[2])
     found = by_condition(tmp_path)
     rows = ["1 sink", "1 sink, for all queries"]
-    against = found.loc[rows, ["against_random_difference", "against_same_mass_difference"]]
-    assert against.to_numpy().tolist() == [[-0.25, -0.5], [-0.75, -0.75]]
+    assert found.loc[rows, ["against_random_difference", "against_same_mass_difference"]].to_numpy().tolist() == [
+        [-0.25, -0.5],
+        [-0.75, -0.75],
+    ]
     assert found.loc["1 random key, seed 1", "estimate"] == 0
 
 
