@@ -92,7 +92,7 @@ def test_trace_writes_the_answer_the_track_and_the_figures(tmp_path, capsys):
         (["analyse", "--help"], [f"{name} {question}" for name, question in questions().items()]),
         (
             ["reproduce", "tiny-llada", "--only", "fig9", "table1", "--limit", "3", "--dry-run"],
-            ["generations tiny-llada 3 samples x 1 runs", "Table 1, tiny-gsm", "3 samples x 10 runs", "GPU memory by"],
+            ["generations tiny-llada 3 samples x 1 runs", "Table 1, tiny-gsm", "3 samples x 13 runs", "GPU memory by"],
         ),
         (["protocols"], [*PROTOCOLS, *HARNESS_PROTOCOLS]),
         (["protocols", "--model", "llada-1.5"], ["LLaDA-1.5: 0.838"]),
