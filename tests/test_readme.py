@@ -30,7 +30,7 @@ def test_the_readme_has_at_most_700_words_besides_code():
 
 def test_the_commands_page_shows_commands_that_exist_and_explains_all():
     written = (README.parent / "docs" / "commands.md").read_text()
-    assert set(re.findall(r"(?m)^    sinklens (\w+)", written)) <= set(COMMANDS)
+    assert set(re.findall(r"(?m)^    sinklens ([\w-]+)", written)) <= set(COMMANDS)
     page = SimpleNamespace(file=SimpleNamespace(src_uri="commands.md"))
     built = runpy.run_path(str(README.parent / "docs" / "reference.py"))["on_page_markdown"](written, page)
-    assert set(re.findall(r"(?m)^## sinklens (\w+)", built)) == set(COMMANDS)
+    assert set(re.findall(r"(?m)^## sinklens ([\w-]+)", built)) == set(COMMANDS)
