@@ -23,6 +23,7 @@ from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PANELS = {
     "attention that the first position receives, share": "measure == 'first_mass'",
@@ -52,12 +53,16 @@ class Pair(Texts):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``pair``: `PANELS`, against the share of masked tokens."""
-        from sinklens.sinks.labels import wrapped
-        from sinklens.views.charts import curves
-        from sinklens.views.figures import panels
+        return {"pair": panels_of(self.tables(measured)["texts"])}
 
-        table = self.tables(measured)["texts"]
-        figure, axes = panels(len(PANELS), columns=3, size=(4.2, 3.2))
-        for (title, rows), ax in zip(PANELS.items(), axes, strict=True):
-            curves(table.query(rows), "share", ax).set(xlabel="share of masked tokens", title=wrapped(title, 40))
-        return {"pair": figure}
+
+def panels_of(table: "DataFrame") -> "Figure":
+    """`PANELS` of a table ``texts`` that has several shares."""
+    from sinklens.sinks.labels import wrapped
+    from sinklens.views.charts import curves
+    from sinklens.views.figures import panels
+
+    figure, axes = panels(len(PANELS), columns=3, size=(4.2, 3.2))
+    for (title, rows), ax in zip(PANELS.items(), axes, strict=True):
+        curves(table.query(rows), "share", ax).set(xlabel="share of masked tokens", title=wrapped(title, 40))
+    return figure

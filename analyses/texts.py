@@ -329,6 +329,7 @@ class Texts(Study):
             row
             for pair, data in paired(measured).items()
             for name, values in data.items()
+            if values.notnull().any()
             for row in mean_rows(pair, str(name), values, self.seed, groups_of(data), claim=True)
         ]
         tables = {"texts": table, "layers": by_layer, "claims": judged(DataFrame(claims))}

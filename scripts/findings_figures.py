@@ -32,7 +32,6 @@ RATIOS: dict[str, tuple[str, dict[str, str]]] = {
     "landings on just-decided ÷ on other answer tokens": ("events-landings", {"others": "all"}),
 }
 COMPARABLE = 0.2  # ratios that compare fewer of the sinks or landings are left out
-ALL_QUERIES = {"decided": "token decided", "shuffled": "random order", "another answer": "another problem's answer"}
 
 
 def read(folder: str, file: str) -> pandas.DataFrame:
@@ -96,33 +95,12 @@ def intervals(ax: "Axes", rows: pandas.DataFrame, heights: list[float], colour: 
                 label=label)  # fmt: skip
 
 
-def leads() -> "tuple[Figure, pandas.DataFrame]":
-    """Jumps of the strongest key against their least lead: decided tokens, edit-matched nulls, and the twin."""
-    stored = chosen(read("groups", "edits-jumps"), {"measure": "jump_share"})
-    figure, axes = panels(4, columns=4, size=(3.4, 3.2))
-    shown = []
-    for model, ax in zip(DIFFUSION, axes, strict=False):
-        lines = {label: chosen(stored, {"model": model, "edit": edit}) for edit, label in ALL_QUERIES.items()}
-        edited(ax, lines)
-        ax.set_title(f"{model}, all queries", fontsize="medium")
-        shown += list(lines.values())
-    lines = {model: chosen(stored, {"model": model, "edit": "prompt token"}) for model in (*DIFFUSION, "tiny-llama")}
-    edited(axes[3], lines)
-    axes[3].set_title("a token of the prompt replaced,\nlater queries", fontsize="medium")
-    axes[0].set_ylabel("jumps, % of heads and edits")
-    return figure, pandas.concat([*shown, *lines.values()])
+def pair() -> "tuple[Figure, pandas.DataFrame]":
+    """A base model, its causal continuation and its masked one, against the share of masked tokens."""
+    from sinklens.analyses.pair import panels_of
 
-
-def edited(ax: "Axes", lines: Mapping[str, pandas.DataFrame]) -> None:
-    """One curve per kind of edit or model."""
-    for (label, rows), colour in zip(lines.items(), colours(len(lines)), strict=True):
-        ax.plot(rows["lead"], 100 * rows["estimate"], marker="o", markersize=3, color=colour, label=label)
-        ax.fill_between(rows["lead"], 100 * rows["low"], 100 * rows["high"], color=colour, alpha=0.2, linewidth=0)
-    ax.set_xscale("symlog", linthresh=0.1)
-    ax.set_xticks([0, 0.1, 0.3, 1, 3], ["0", "0.1", "0.3", "1", "3"])
-    ax.set_ylim(0, 14)
-    ax.set_xlabel("least lead over the next key")
-    ax.legend(fontsize="x-small")
+    table = read(".", "pair-texts")
+    return panels_of(table), table
 
 
 def mass() -> "tuple[Figure, pandas.DataFrame]":
@@ -168,7 +146,7 @@ def swaps() -> "tuple[Figure, pandas.DataFrame]":
 
 
 FIGURES: "dict[str, Callable[[], tuple[Figure, pandas.DataFrame]]]" = {
-    "findings-forest": forest, "findings-leads": leads, "findings-mass": mass, "findings-swaps": swaps,
+    "findings-forest": forest, "findings-mass": mass, "findings-pair": pair, "findings-swaps": swaps,
 }  # fmt: skip
 
 

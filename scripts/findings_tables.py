@@ -88,11 +88,42 @@ def contrast(
 
 DIFFUSION = MODELS[:3]
 TEXTS = ("tiny-text", "tiny-text-causal")
+PAIR = ("smollm2-135m", "smollm2-135m-causal", "smollm2-135m-masked")
+HIDDEN = {"kind": "any", "choice": "sink"}
+OTHERS = {"kind": "any", "choice": "same_mass"}
+PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
+    ("loss, nats per token", 1.0, 2, {"measure": "nats"}),
+    ("attention to the first position, %", 100.0, 1, {"measure": "first_mass"}),
+    ("heads whose strongest key is the first position, %", 100.0, 1, {"measure": "first_strongest"}),
+    ("heads with a sink, %", 100.0, 1, {"measure": "sink_heads"}),
+    ("heads with a sink, per mask, %", 100.0, 1, {"measure": "per_place", "kind": "mask"}),
+    ("heads with a sink, per delimiter, %", 100.0, 1, {"measure": "per_place", "kind": "delimiter"}),
+    ("sinks that are no-ops, %", 100.0, 1, {"measure": "no_op_share"}),
+    ("log2 of key norms at sinks ÷ at other keys", 1.0, 2, {"measure": "key_ratio"}),
+    ("cosine of queries with keys, at sinks − at other keys", 1.0, 2, {"measure": "alignment"}),
+    ("nats lost by hiding all sinks", 1.0, 2, {"measure": "cost", **HIDDEN}),
+    ("… attention hidden, %", 100.0, 0, {"measure": "removed", **HIDDEN}),
+    ("nats lost by hiding keys that are no sinks", 1.0, 2, {"measure": "cost", **OTHERS}),
+    ("… attention hidden, %", 100.0, 0, {"measure": "removed", **OTHERS}),
+    ("strongest key changes, a token replaced, later queries, %", 100.0, 1,
+     {"measure": "jump_share", "edit": "edited, later", "lead": 0.0}),
+    ("strongest key changes, a mask filled in, %", 100.0, 1,
+     {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
+)  # fmt: skip
 TEXT_KINDS = ("any", "delimiter", "start", "mask", "digit", "word")
 LISTED = ("delimiter",)  # the kinds of token whose rows the page has
 EQ3 = "epsilon-over-mean (sum, 3)"
 WITHIN = "step, position, group"
 TABLES: dict[str, Table] = {
+    "pair": Table("pair-texts", tuple(
+        Row(label, {"share": 0.15, **where}, scale, digits) for label, scale, digits, where in PAIR_ROWS
+    ), models=PAIR),
+    "pair_shares": Table("pair-texts", tuple(
+        Row(f"{label}, {100 * share:.0f} % masked", {"share": share, **where}, scale, digits)
+        for label, scale, digits, where in PAIR_ROWS
+        if where.get("edit") != "edited, later"
+        for share in (0.05, 0.5, 0.9)
+    ), models=PAIR[2:]),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
         plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
