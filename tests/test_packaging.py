@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
 SLOW = ("transformers", "xarray", "pandas", "ray")
-WITH_SETTINGS = ("trace", "analyse", "evaluate", "plan", "verify")  # their help reads the samplers
+WITH_SETTINGS = ("trace", "analyse", "evaluate", "reproduce", "plan", "verify")  # modules that read the samplers
 
 
 def _imports(path: Path) -> Iterator[str]:
