@@ -64,7 +64,8 @@ def recipe(tmp_path, monkeypatch):
         (
             dictionary_paragraphs,
             gzip.compress(
-                b'Affect \\Af*fect"\\, v. t.\n   To {change}.\n   [1913 Webster]\n\nAffine \\Af*fine"\\, a. Related.'
+                b'Affect \\Af*fect"\\, v. t.\n   To {change}.\n   [1913 Webster]\n\nAffine \\Af*fine"\\, a. Related.',
+                mtime=0,  # the names of the cases, which all workers must agree on, have these bytes
             ),
             ["Affect , v. t. To change.", "Affine , a. Related."],
         ),
