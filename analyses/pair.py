@@ -1,14 +1,15 @@
-"""What becomes of the sinks of a causal model that is trained on as a masked diffusion model?
+"""What becomes of the sinks of a causal model that is trained further as a masked diffusion model?
 
     sinklens fetch smollm2-135m
     python -m training.text_scores windows.jsonl smollm2-135m 64
     sinklens analyse pair smollm2-135m smollm2-135m-causal smollm2-135m-masked --prompts windows.jsonl --limit 200
 
-The study `texts` at six shares of masked tokens, of models that have the same origin: a base model, and its
-continuations on the same text, of which one reads it causally and one in both directions with masks. Between the two,
-only the objective differs. A causal model reads each text without masks; its values stand beside all shares.
+The study `texts` at six shares of masked tokens, for models of one origin: a base model and two continuations of it on
+the same text. One continuation is causal. The other reads in both directions, and some tokens are masks. The two differ
+only in their objective and the attention that it needs. A causal model reads each text without masks; its values stand
+beside all shares.
 
-Caveat: the models are one origin and one training run each, so intervals are over texts and not over runs.
+Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,14 @@
 """What the generations of "Attention Sinks in Diffusion Language Models" show: its figures and its Table 2.
 
 `PaperFigures` measures every generation once, for all items (Rulli et al., 2510.15731, Figs. 1 and 3 to 10, Table 2,
-Secs. 4.1 and 4.2). `ITEMS` names them with what the paper says: what is measured, which of its statements can be
-checked on which of its models, and what it leaves open. ``sinklens reproduce`` runs it (reproduce.py).
+Secs. 4.1 and 4.2). `ITEMS` lists these items. Each says what is measured, which of the paper's statements can be
+checked on which of its models, and what the paper leaves open. ``sinklens reproduce`` runs this study (reproduce.py).
 
 A figure of one run shows the first generation. Its layer and head are chosen by a rule: the head whose sink moves most
 (`most_moving_head`), and the first step at which that sink moves.
 
 Pitfall: the paper draws single heads of single generations. A measure here is a mean over generations, and over all
-layers and heads unless the item says otherwise, so it can differ from a picture that it stands beside.
+layers and heads unless the item says otherwise. So it can differ from the picture beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

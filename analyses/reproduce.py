@@ -1,8 +1,8 @@
 """The study "Attention Sinks in Diffusion Language Models" (Rulli et al., 2510.15731) in one folder.
 
-`reproduce` generates as for the paper's figures (paper.py), evaluates as for its Table 1, and writes one page on which
-every number stands beside the paper's. Both parts resume where they stopped: prompts are units of a study, answers are
-records of an evaluation.
+`reproduce` generates text as for the paper's figures (paper.py), evaluates as for its Table 1, and writes one page on
+which every number stands beside the paper's. Both parts resume where they stopped: a study stores each prompt, and an
+evaluation each answer.
 
     OUT/index.html, report.md    every item: ours, the paper's, the verdict, what the paper leaves open
     OUT/ITEM.csv, paper-ITEM.*   its numbers and its picture
@@ -11,14 +11,14 @@ records of an evaluation.
     OUT/generations              a study of each model
     OUT/table1                   an evaluation, which `sinklens table` prints
 
-A *verdict* is given only for the models that the paper names. With the 95 % interval of the difference: "differ" if it
-excludes what the paper says, "agree" if it allows nothing else, "cannot tell" otherwise. Where the paper prints a
-number, "agree" means that the interval of the difference contains 0 with at least as many samples or generations as the
-paper has; with fewer it is "cannot tell". Table 2 has no errors; its 30 generations are taken to vary like ours.
+A *verdict* is given only for the models that the paper names. It rests on the 95 % interval of the difference: "differ"
+if it excludes what the paper says, "agree" if the whole interval fits it, "cannot tell" otherwise. Where the paper
+prints a number, "agree" means that the interval contains 0, with at least as many samples or generations as the paper
+has; with fewer, the verdict is "cannot tell". Table 2 prints no errors; its 30 generations are taken to vary like ours.
 
 Limitation: the shipped models cannot answer GSM8K and have a context of 128 tokens. They generate at their own lengths
-and are evaluated on the problems that ship with them. These are stand-ins: they show that the measurements work, and
-give no verdict.
+and are evaluated on the problems that ship with them. Such models are stand-ins: they show that the measurements work,
+and have no verdict.
 """
 
 import base64

