@@ -254,7 +254,7 @@ def revealed(
 
 
 def compared(
-    before: Float[np.ndarray, "pair layer head pos"], after: Float[np.ndarray, "pair layer head pos"]
+    before: Float[np.ndarray, "#pair layer head pos"], after: Float[np.ndarray, "#pair layer head pos"]
 ) -> Jumps:
     """Jumps between pairs of canvases."""
     lead = np.diff(np.partition(after, -2, axis=-1)[..., -2:], axis=-1)[..., 0]

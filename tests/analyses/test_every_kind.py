@@ -19,6 +19,7 @@ SETTINGS = {
 ON_BLOCKS = {
     "caching": "no cache policy applies, as its attention is block-causal",
     "texts": "attention depends on blocks",
+    "pair": "attention depends on blocks",
 }
 ON_TOKENS = {
     "settling": "reads predictions at undecided positions",
@@ -27,6 +28,7 @@ ON_TOKENS = {
     "mechanism": "positions are decided in no order",
     "caching": "its keys change with the noise level",
     "texts": "reads a noise level|without a mask token",
+    "pair": "reads a noise level|without a mask token",
 }
 ON_CANVASES = {
     "settling": "reads predictions at undecided positions",
@@ -37,6 +39,7 @@ ON_CANVASES = {
     "swaps": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",
     "texts": "without a mask token|depends on blocks",
+    "pair": "without a mask token|depends on blocks",
 }
 WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-duo": ON_TOKENS}
 
