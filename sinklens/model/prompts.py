@@ -296,7 +296,8 @@ class PromptReader:
             PromptError,
         )
         turns = [{"role": "user", "content": text}]
-        written = render(self.tokenizer, turns, None if own else template, name)
+        only = template if isinstance(template, str) else None  # of several by name, the tokenizer takes its default
+        written = render(self.tokenizer, turns, only, name)
         return list(self.tokenizer(written, add_special_tokens=False).input_ids)
 
 
