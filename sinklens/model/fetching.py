@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
@@ -122,7 +121,7 @@ def fetched(name: str) -> Path:
     folder = base.with_name(f"{name}-{digest[:12]}")
     if not folder.is_dir():
         part = Path(tempfile.mkdtemp(dir=base.parent))
-        for file in _together(base, own):
+        for file in ({one.name: one for one in base.iterdir()} | own).values():
             _share(file, part / file.name)
         with suppress(OSError):  # another process may have been faster
             part.rename(folder)
@@ -132,12 +131,6 @@ def fetched(name: str) -> Path:
 
 def _base() -> Path:
     return cache_folder() / "models" / f"{BASE}-{SHA256[:12]}"
-
-
-def _together(base: Path, own: dict[str, Path]) -> Iterator[Path]:
-    """The files of a continuation: its own, and the base's that it has none of."""
-    yield from own.values()
-    yield from (file for file in base.iterdir() if file.name not in own)
 
 
 def _share(file: Path, target: Path) -> None:
