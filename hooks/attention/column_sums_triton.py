@@ -51,7 +51,10 @@ def _jit(function: Callable[..., Any]) -> Any:
 def _tile(base, rows, row_stride, channels, channel_stride, count, WIDTH: tl.constexpr):
     """Rows of queries or keys; zeros beyond the last row and the last channel."""
     at = base + rows[:, None] * row_stride + channels[None, :] * channel_stride
-    return tl.load(at, mask=(rows[:, None] < count) & (channels[None, :] < WIDTH), other=0.0)
+    inside = rows[:, None] < count
+    if channels.shape[0] > WIDTH:
+        inside = inside & (channels[None, :] < WIDTH)
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @_jit
@@ -61,21 +64,10 @@ def _key_bias(mask, columns, mask_key, keys, LOG2: tl.constexpr):
 
 
 @_jit
-def _scores(
-    q, k, bias, rows, columns, mask, queries, keys, scale, mask_query, mask_key,
-    KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
-):  # fmt: skip
-    """The scores of a tile in float32, in base 2; -inf where a key is hidden or either index is out of range."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
-    inside = (rows[:, None] < queries) & (columns[None, :] < keys)
-    if KIND == 1:
-        s += bias[None, :]
-    if KIND == 2:
-        at = mask + rows[:, None].to(tl.int64) * mask_query + columns[None, :] * mask_key
-        s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2
-    if CAUSAL:
-        inside = inside & (columns[None, :] <= rows[:, None] + (keys - queries))
-    return tl.where(inside, s, float("-inf"))
+def _full_bias(mask, rows, columns, mask_query, mask_key, queries, keys, LOG2: tl.constexpr):
+    """One number per query and key, in base 2; `rows` and `columns` are broadcast."""
+    at = mask + rows.to(tl.int64) * mask_query + columns * mask_key
+    return tl.load(at, mask=(rows < queries) & (columns < keys), other=0.0).to(tl.float32) * LOG2
 
 
 @_jit
@@ -101,11 +93,15 @@ def _lse_kernel(
     for first in range(0, end, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         k = _tile(k_base, columns, k_row, channels, k_channel, keys, WIDTH)
-        bias = tl.zeros([COLUMNS], tl.float32)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
         if KIND == 1:
-            bias = _key_bias(mask_base, columns, mask_key, keys, LOG2)
-        s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
-                    KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
+            s += _key_bias(mask_base, columns, mask_key, keys, LOG2)[None, :]
+        if KIND == 2:
+            s += _full_bias(mask_base, rows[:, None], columns[None, :], mask_query, mask_key, queries, keys, LOG2)
+        seen = columns[None, :] < keys
+        if CAUSAL:
+            seen = seen & (columns[None, :] <= rows[:, None] + (keys - queries))
+        s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # without a key so far: 2 ** -inf, not NaN
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
@@ -122,7 +118,11 @@ def _sums_kernel(
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One program: some keys of one head, all queries. Sums stay in registers until they are complete."""
+    """One program: some keys of one head, all queries. Sums stay in registers until they are complete.
+
+    Keys are the rows of a tile, so that its sums along queries stay within a warp. An exponential takes one product and
+    addition: keys and queries out of range need no test, as such keys are not stored and such queries have lse = inf.
+    """
     tiles = tl.cdiv(keys, COLUMNS)
     place = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = place // heads, place % heads
@@ -141,10 +141,16 @@ def _sums_kernel(
     for first in range(begin, queries, ROWS):
         rows = first + tl.arange(0, ROWS)
         q = _tile(q_base, rows, q_row, channels, q_channel, queries, WIDTH)
-        s = _scores(q, k, bias, rows, columns, mask_base, queries, keys, scale, mask_query, mask_key,
-                    KIND, CAUSAL, EXACT, LOG2)  # fmt: skip
         row_lse = tl.load(lse + place * queries + rows, mask=rows < queries, other=float("inf"))
-        total += tl.sum(tl.exp2(s - row_lse[:, None]), 0)  # rows that do not count have lse = inf
+        row_lse = tl.where(tl.abs(row_lse) < float("inf"), row_lse * LOG2, float("inf"))  # those that do not count: inf
+        s = tl.dot(k, tl.trans(q), input_precision="ieee" if EXACT else "tf32") * scale - row_lse[None, :]
+        if KIND == 1:
+            s += bias[:, None]
+        if KIND == 2:
+            s += _full_bias(mask_base, rows[None, :], columns[:, None], mask_query, mask_key, queries, keys, LOG2)
+        if CAUSAL:
+            s = tl.where(columns[:, None] <= rows[None, :] + (keys - queries), s, float("-inf"))
+        total += tl.sum(tl.exp2(s), 1)
     tl.store(out + place * keys + columns, total, mask=columns < keys)
 
 
@@ -159,10 +165,9 @@ def column_sums(
     tile: Tile | None = None,
 ) -> Float[Tensor, "batch head key"]:
     """Σ_i A[i, j] in float32; see column_sums.py. `key` may have fewer heads, shared by consecutive query heads."""
-    counted = torch.isfinite(lse) if real is None else torch.isfinite(lse) & real[:, None, :]
-    row_lse = torch.where(counted, lse * LOG2_E, torch.inf).contiguous()
+    row_lse = lse if real is None else lse.masked_fill(~real[:, None, :], torch.inf)
     out = torch.empty(*query.shape[:2], key.shape[2], dtype=torch.float32, device=query.device)
-    _launch(_Call(_sums_kernel, (query, key, row_lse), out, scale, mask, causal), tile)
+    _launch(_Call(_sums_kernel, (query, key, row_lse.contiguous()), out, scale, mask, causal), tile)
     return out
 
 

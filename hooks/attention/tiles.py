@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 DEFAULT = Tile(64, 64, 4, 2)
 SMALL = Tile(32, 32, 4, 1)  # for heads too wide for the default tile to fit into on-chip memory
-TILES = (DEFAULT, Tile(128, 64, 4, 2), Tile(64, 128, 4, 3), Tile(128, 128, 8, 2))
+TILES = (DEFAULT, Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 256, 8, 3))
 
 
 def fastest(place: str, tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
