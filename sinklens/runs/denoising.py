@@ -240,7 +240,8 @@ class Denoising:
     def _track(self, trajectory: Trajectory) -> SinkTrack | None:
         if self._recorder is None or trajectory.steps_run == 0:
             return None
-        self.describe(unmask_step=trajectory.unmask_step.numpy(), final_id=trajectory.canvas[:, -1].numpy())
+        left = trajectory.canvas[:, -1].numpy()
+        self.describe(left, unmask_step=trajectory.unmask_step.numpy(), final_id=left)
         data = self._recorder.store.dataset()
         return None if data is None else SinkTrack(data)
 
@@ -263,8 +264,8 @@ class Denoising:
         self.sums.end_step()
         if self._recorder is None:
             return
-        self.describe()  # first, because a step is readable as soon as it is in the store
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
+        self.describe(canvases["token_id"])  # first, because a step is readable as soon as it is in the store
         self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
 
     @property
@@ -272,12 +273,14 @@ class Denoising:
         """The variables that the step that ended last recorded, such as ``score`` [batch, layer, head, pos]."""
         return {} if self._recorder is None else self._recorder.latest
 
-    def describe(self, **run_arrays: np.ndarray) -> None:
-        """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
+    def describe(self, canvas: np.ndarray, **run_arrays: np.ndarray) -> None:
+        """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new.
+
+        Args:
+            canvas: token ids that may be new.
+        """
         assert self._recorder is not None
-        if self.model.tokenizer is not None:
-            seen = torch.cat([self.state.step_canvas, self.state.canvas])  # they differ under a replay
-            self._texts(torch.unique(seen).tolist())
+        self._texts(np.unique(canvas).tolist())
         if self._described == len(self._vocabulary) and not run_arrays:
             return
         self._described = len(self._vocabulary)

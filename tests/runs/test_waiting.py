@@ -63,7 +63,7 @@ SAMPLER = {"_local_scalar_dense": 5, "index": 4, "nonzero": 1, "copies": 1}
     ("record", "hooks", "other"),
     [
         (False, (), {}),
-        (True, (), {"_unique2": 1, "copies": 11}),  # the texts of new tokens; what the track keeps of the step
+        (True, (), {"copies": 10}),  # what the track keeps of the step
         # ids that a hook may have written; the keys that there are, and how many are taken; layers without any
         (False, MaskSinks(5), {"nonzero": 2, "_local_scalar_dense": 7, "copies": 2}),
     ],
