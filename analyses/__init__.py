@@ -28,7 +28,6 @@ STUDIES = {
     "definitions": ("definitions", "Definitions"),
     "mechanism": ("mechanism", "Mechanism"),
     "settling": ("settling", "Settling"),
-    "kinds": ("kinds", "Kinds"),
     "caching": ("caching", "Caching"),
 }
 

@@ -10,7 +10,10 @@ Caveat: each step of an autoregressive run adds one query to the earlier ones, s
 share all other rows, and much of the stillness of its sinks is bookkeeping. Do not compare its rates with those of a
 diffusion model. Compare each with its null (`NULLS`, nulls.py): a pattern that does not change, revealed row by row.
 The measures ``fixed_…`` sum over the prompt's queries alone, ``newest_…`` use the newest query; one query's strongest
-key moves more than that of a sum.
+key moves more than that of a sum. Queries of a block-causal model that do not see what changes cannot change either.
+
+Every kind of model is measured, on complete passes (``use_cache=False``), since sums over the queries of earlier blocks
+need them. A measure that a model does not have is NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,9 +77,10 @@ class Dynamics(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, [prompt]."""
-        length = settings_for(model, dict(settings)).gen_length
-        record = fixed_queries(model, prompts, self.chat_template, length)
-        found = self.generate(model, prompts, settings, record_sinks=record)
+        given = settings_for(model, dict(settings))
+        complete: Settings = {**settings, "use_cache": False} if "use_cache" in given.setting_names() else settings
+        record = fixed_queries(model, prompts, self.chat_template, given.gen_length)
+        found = self.generate(model, prompts, complete, record_sinks=record)
         return motion_of(found.track).merge(against_nulls(found.track, found.run))
 
     def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
@@ -101,20 +105,19 @@ class Dynamics(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 1), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
+        from sinklens.analyses.figures import one_panel
         from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
-        from sinklens.views.figures import panels, sink_paths
+        from sinklens.views.figures import sink_paths
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
-        shares, (ax,) = panels(1, size=(7, 5.5))
         table = interval_table(measured, DRAWN, self.seed)
         label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
-        interval_dots(table, "measure", ax, names=MEASURES).set(xlabel=label)
         return {
             "map": maps(tracks),
             "path": sink_paths(list(tracks.values())),
             "static-moving": still_and_moving(tracks),
-            "motion": shares,
+            "motion": one_panel(lambda ax: interval_dots(table, "measure", ax, names=MEASURES), (7, 5.5), xlabel=label),
         }
 
 

@@ -110,15 +110,17 @@ class Events(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``order``: the correlations."""
+        from sinklens.analyses.figures import one_panel
         from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
-        from sinklens.views.figures import panels
 
-        order, (ax,) = panels(1, size=(7, 2.8))
-        names = {name: wrapped(meaning, 44) for name, meaning in ORDER.items()}
-        interval_dots(self.tables(measured)["order"], "measure", ax, names=names, line=0.0)
-        ax.set(xlabel="below 0: strong keys are decided earlier; 95 % intervals")
-        return {"order": order}
+        table, names = self.tables(measured)["order"], {name: wrapped(meaning, 44) for name, meaning in ORDER.items()}
+        label = "below 0: strong keys are decided earlier; 95 % intervals"
+        return {
+            "order": one_panel(
+                lambda ax: interval_dots(table, "measure", ax, names=names, line=0.0), (7, 2.8), xlabel=label
+            )
+        }
 
 
 def events_of(track: SinkTrack) -> xr.Dataset:

@@ -3,7 +3,7 @@
 Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in views/charts.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,15 @@ def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
     ax.set(xticks=[], yticks=[], title=short(name))
     ax.text(0.5, 0.5, plain(why), ha="center", va="center", wrap=True, transform=ax.transAxes)
     return ax
+
+
+def one_panel(
+    draw: "Callable[[Axes], Axes]", size: tuple[float | int, float | int] = (7, 3.6), **labels: Any
+) -> "Figure":
+    """A figure of the one panel that `draw` draws on, with the labels that ``Axes.set`` takes."""
+    figure, (ax,) = panels(1, size=size)
+    draw(ax).set(**labels)
+    return figure
 
 
 def interval_panels(

@@ -17,38 +17,19 @@ Caveat: a stratum of step and position has one place in each row, so matching by
 matched by can still differ: rows of different templates have different tokens at the same position (``group=``).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Float
 
-from sinklens.errors import TrackError
 from sinklens.sinks.kinds import Kind, PlaceState, set_codes
 
 if TYPE_CHECKING:
     from sinklens.sinks.detectors import Detector
     from sinklens.sinks.track import SinkTrack
 
-MATCHED_BY = ("step", "state", "position")
 ENUMS = {"kind": Kind, "state": PlaceState}
-
-
-def risk_ratio(
-    events: Float[np.ndarray, "*rest stratum"],
-    places: Float[np.ndarray, "*rest stratum"],
-    other_events: Float[np.ndarray, "*rest stratum"],
-    other_places: Float[np.ndarray, "*rest stratum"],
-) -> Float[np.ndarray, "*rest"]:
-    """The Mantel–Haenszel ratio of the rates of two groups; see the module. NaN where neither group has an event.
-
-    Args:
-        events, places: a and n of each stratum.
-        other_events, other_places: b and m.
-    """
-    above, below, _ = terms(events, places, other_events, other_places)
-    return ratio(above.sum(axis=-1), below.sum(axis=-1))
 
 
 def terms(events: Any, places: Any, other_events: Any, other_places: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,55 +77,3 @@ def counts_by_stratum(data: xr.Dataset, by: str, axes: Sequence[str]) -> tuple[n
         np.bincount(at, weights=sinks, minlength=size).reshape(shape),
         np.bincount(at, minlength=size).reshape(shape).astype(np.float64),
     )
-
-
-def matched_enrichment(
-    track: "SinkTrack",
-    detector: "Detector | None" = None,
-    by: str = "kind",
-    matched: Sequence[str] = MATCHED_BY,
-    group: Sequence[Hashable] | None = None,
-) -> xr.Dataset:
-    """Whether sinks prefer a kind of token over the others at comparable places, pooled over rows.
-
-    The variables, [kind] each:
-
-    - ``ratio``: the `risk_ratio` of places of the kind against all other places of the same stratum, 1 if sinks are as
-      frequent on both. The events are the sinks of all layers and heads. NaN where no stratum has both, or sinks.
-    - ``sinks``, ``positions``: number of sinks and places of the kind; ``matched_sinks``, ``matched_positions``: those
-      in strata that also have other places, which alone determine the ratio.
-
-    Unlike `kinds.enrichment`, which compares with all positions, this compares with the positions of other kinds.
-
-    Args:
-        detector: definition of a sink; by default the paper's.
-        by: "kind" or "state".
-        matched: any of "step", "state" (masked, committed, prompt) and "position" (counted from the answer); [] for the
-            crude ratio.
-        group: what each row shares with others, such as its template or document: places are compared with those of
-            rows of the same group. In another template, the same position has other tokens for other reasons.
-
-    Raises:
-        TrackError: an unknown `by` or `matched`, a `group` of another length than the batch, or by="state" matched by
-            state; or see `kinds.token_kinds`.
-    """
-    if by == "state" and "state" in matched:
-        raise TrackError("by='state' cannot be matched by state; use matched=['step', 'position'].")
-    if isinstance(matched, str) or set(matched) - set(MATCHED_BY):
-        raise TrackError(f"matched must be a list that holds any of step, state, position; got {matched!r}.")
-    rows = track.data.sizes["batch"]
-    if group is not None and (isinstance(group, str) or len(group) != rows):
-        raise TrackError(f"group has one label for each of the {rows} rows of the track; got {group!r:.60}.")
-    names = set_codes(track, by)[1]
-    axes = ["place" if name == "position" else name for name in matched]
-    counted = counts_by_stratum(places_of(track, detector), by, axes)
-    unit = np.unique([str(label) for label in group or [""] * rows], return_inverse=True)[1]
-    a, n = (np.concatenate([part[unit == one].sum(axis=0) for one in np.unique(unit)], axis=-1) for part in counted)
-    b, m = a.sum(axis=0) - a, n.sum(axis=0) - n
-    both = (n > 0) & (m > 0)
-    columns = {
-        "ratio": risk_ratio(a, n, b, m),
-        "sinks": a.sum(axis=1), "positions": n.sum(axis=1),
-        "matched_sinks": (a * both).sum(axis=1), "matched_positions": (n * both).sum(axis=1),
-    }  # fmt: skip
-    return xr.Dataset({name: (by, value) for name, value in columns.items()}, {by: names})

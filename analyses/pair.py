@@ -9,22 +9,35 @@ the same text. One continuation is causal. The other reads in both directions, a
 only in their objective and the attention that it needs. A causal model reads each text without masks; its values stand
 beside all shares.
 
+``keys`` compares the keys, queries and values of sinks, and of the first position, with the others of the same head, by
+layer. ``fates`` follows every sink of one model into another, on the same text: is its position a sink of the same
+head there, or of another head of that layer? By chance alone, some are. So the share is also measured against what the
+second model makes of *another text* at that position.
+
 Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from itertools import permutations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import numpy as np
+import torch
 import xarray as xr
 from annotated_types import Ge, Gt, Le
 
-from sinklens.analyses.texts import Texts
+from sinklens.analyses.estimates.strata import groups_of, mean_rows
+from sinklens.analyses.passes import Keys, Read, TextCanvas, difference, log_ratio, written
+from sinklens.analyses.texts import KINDS, Texts, described
+from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
 
 PANELS = {
     "attention that the first position receives, share": "measure == 'first_mass'",
@@ -40,6 +53,21 @@ PANELS = {
 }
 """Title of each panel -> the rows of the table ``texts`` that it shows."""
 
+KEYS = {
+    "key_norm": "log2 of the norm of these keys over that of the layer's other keys",
+    "query_norm": "log2 of the norm of the queries at their positions over that at others",
+    "cosine": "mean cosine of the queries with these keys, minus that with others",
+    "value_norm": "log2 of what their values write (norm after W_O) over what others write",
+}
+TOKENS: Mapping[str, tuple[int, ...]] = {"any": (0, 1, 2), "first position": (0,), "delimiter": (1,), "other": (2,)}
+PLACES = ("layer", "head", "pos")
+FATES = {
+    "same_head": "share of the first model's sinks that are sinks of the same head in the second",
+    "other_head": "share that are sinks only of other heads of that layer in the second",
+    "another_text": "share that are sinks of the same head in the second when it reads another text",
+    "of_sinks": "share of the first model's sinks that are at such a token",
+}
+
 
 @dataclass
 class Pair(Texts):
@@ -52,9 +80,63 @@ class Pair(Texts):
     shares: tuple[Annotated[float, Gt(0), Le(1)], ...] = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
     kinds: tuple[str, ...] = ("any",)
 
+    def _of_canvas(self, model: "Model", canvas: TextCanvas, plain: Read, noise: np.random.Generator) -> xr.Dataset:
+        """Also `KEYS` [of, layer], and what `fates` compares: ``sinks`` [layer, head, pos], ``place`` (of `TOKENS`) and
+        ``masked`` [pos].
+        """
+        sinks = plain.sinks(model.causal, self.epsilon)
+        place = np.where(np.isin(kinds_of_vocabulary(model)[canvas.ids.numpy()], KINDS["delimiter"]), 1, 2)
+        place[0] = 0
+        found = super()._of_canvas(model, canvas, plain, noise).assign(of_keys(model, plain, sinks))
+        states = {"sinks": (PLACES, sinks.float()), "place": ("pos", place), "masked": ("pos", canvas.masked.float())}
+        return found.assign(states).assign_coords(pos=np.arange(len(place)), of=["sinks", "first position"])
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """Those of `Texts`; ``keys``: `KEYS` by layer, of sinks and of the first position; ``fates``: `FATES`, for
+        every two models and kind of token.
+        """
+        keys, ends = [], []
+        for model, data in measured.items():
+            for measure in KEYS:
+                keys += mean_rows(model, measure, data[measure], self.seed, groups_of(data))
+        for one, other in permutations(measured, 2):
+            for fate, shares in fates(measured[one], measured[other]).items():
+                ends += mean_rows(f"{one} → {other}", str(fate), shares, self.seed, groups_of(measured[one]))
+        tables = super().tables(measured) | {"keys": described(keys, KEYS)}
+        return tables | {"fates": described(ends, FATES)} if ends else tables
+
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``pair``: `PANELS`, against the share of masked tokens."""
         return {"pair": panels_of(self.tables(measured)["texts"])}
+
+
+def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
+    """`KEYS` [of, layer] of the sinks and of the first position; NaN for a layer without any."""
+    first = torch.zeros_like(sinks)
+    first[..., 0] = True
+    values = {
+        "key_norm": (log_ratio, plain.key_norms), "query_norm": (log_ratio, plain.query_norms),
+        "cosine": (difference, plain.cosines), "value_norm": (log_ratio, written(model, plain)),
+    }  # fmt: skip
+    return {
+        name: (("of", "layer"), torch.stack([compare(sums, keys).nanmean(dim=-1) for keys in (sinks, first)]))
+        for name, (compare, sums) in values.items()
+    }
+
+
+def fates(one: xr.Dataset, other: xr.Dataset) -> xr.Dataset:
+    """`FATES` [prompt, token] of the sinks of one model in another, over the positions that are masked in neither."""
+    there = other["sinks"] == 1
+    sinks = (one["sinks"] == 1) & (one["masked"] == 0) & (other["masked"] == 0)
+    of_token = xr.concat([sinks & one["place"].isin(places) for places in TOKENS.values()], "token")
+    total = of_token.assign_coords(token=list(TOKENS)).sum(PLACES)
+    ends = {
+        "same_head": there,
+        "other_head": there.any("head") & ~there,
+        "another_text": there.roll(prompt=1, roll_coords=False),
+    }
+    shares = {fate: (of_token & end).sum(PLACES) / total.where(total > 0) for fate, end in ends.items()}
+    return xr.Dataset({**shares, "of_sinks": total / total.sel(token="any", drop=True)})
 
 
 def panels_of(table: "DataFrame") -> "Figure":

@@ -22,7 +22,7 @@ import xarray as xr
 from sinklens.analyses.dynamics import maps, motion_of, still_and_moving
 from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.existence import BINS, EPSILONS, histogram_of, no_sink_of
-from sinklens.analyses.figures import nothing_to_show, score_histogram
+from sinklens.analyses.figures import nothing_to_show, one_panel, score_histogram
 from sinklens.analyses.frontier import frontier
 from sinklens.analyses.runs import OwnRun, noise_of
 from sinklens.analyses.study import Study
@@ -288,14 +288,14 @@ def pictures(
         return tables[item][tables[item]["measure"] == measure]
 
     def scores() -> "Figure":
-        return _one(
+        return one_panel(
             lambda ax: score_histogram(
                 BINS, {name: data["histogram"].mean("prompt").to_numpy() for name, data in measured.items()}, "sum", ax
             )
         )
 
     def dots(table: "DataFrame", column: str, xlabel: str) -> "Figure":
-        return _one(lambda ax: interval_dots(table, column, ax), xlabel=xlabel)
+        return one_panel(lambda ax: interval_dots(table, column, ax), xlabel=xlabel)
 
     def along(item: str, measure: str, axis: str) -> "Callable[[Axes], Axes]":
         return lambda ax: curves(rows(item, measure), axis, ax)
@@ -310,24 +310,18 @@ def pictures(
         "fig6": lambda: _each(examples, _separate, 2),
         "fig7": lambda: sink_paths(tracks),
         "fig8": lambda: still_and_moving(tracks),
-        "fig10": lambda: _one(along("fig10", "no_sink", "epsilon"), xlabel="threshold ε, in column sums",
+        "fig10": lambda: one_panel(along("fig10", "no_sink", "epsilon"), xlabel="threshold ε, in column sums",
                               ylabel="share that are no sinks"),
         "frontier": lambda: dots(
             rows("frontier", "near").assign(at=lambda table: table["place"] + ", " + table["source"]), "at",
             "share of sinks within one position",
         ),
-        "lifetimes": lambda: _one(along("lifetimes", "lives", "length"), xlabel="steps", xscale="log",
+        "lifetimes": lambda: one_panel(along("lifetimes", "lives", "length"), xlabel="steps", xscale="log",
                                   ylabel="share of lives"),
-        "rare": lambda: _one(along("rare", "clear", "layer"), xlabel="layer",
+        "rare": lambda: one_panel(along("rare", "clear", "layer"), xlabel="layer",
                              ylabel="share of heads and steps with a sink"),
     }  # fmt: skip
     return {name: drawn[name]() for name in tables}
-
-
-def _one(draw: "Callable[[Axes], Axes]", **labels: Any) -> "Figure":
-    figure, (ax,) = panels(1, size=(7, 3.6))
-    draw(ax).set(**labels)
-    return figure
 
 
 def _each(data: Mapping[str, xr.Dataset], draw: Callable[..., None], per_model: int = 1) -> "Figure":

@@ -121,7 +121,7 @@ class Study(ABC):
         if not why:
             return ""
         return (
-            f"a model without a mask token: {why}. Leave it out; the study 'kinds' measures what its canvases have "
+            f"a model without a mask token: {why}. Leave it out; the study 'dynamics' measures what its canvases have "
             f"instead."
         )
 

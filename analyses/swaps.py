@@ -7,8 +7,8 @@ comparison of different places can separate. A *swap* (`sinklens.experiments.swa
 changes nothing else. ``digit → word`` replaces a digit by a word; its control, ``digit → digit``, by another digit. If
 the token makes the sink, the first loses sinks at that place, and ``word → digit`` gains them, beyond their controls.
 
-Caveat: a swapped canvas may be one that no text has, also in the control. Masks cannot be swapped for other masks, so
-they have no control and are not among `SWAPS`.
+Caveat: a swapped canvas may be one that no text has, also in the control. A mask cannot be swapped for another mask, so
+masks are only put in (``word → mask``), where a model has one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,11 +41,13 @@ SWAPS = {
     "word → word": ("word", "word"),
     "punctuation → word": ("punctuation", "word"),
     "word → punctuation": ("word", "punctuation"),
+    "word → mask": ("word", "mask"),
 }
 BEYOND = {
     "digit → word, beyond digit → digit": ("digit → word", "digit → digit"),
     "word → digit, beyond word → word": ("word → digit", "word → word"),
     "word → punctuation, beyond word → word": ("word → punctuation", "word → word"),
+    "word → mask, beyond word → word": ("word → mask", "word → word"),
 }
 MEASURES = {
     "sinks_before": "heads with a sink at the place, before the swap",
@@ -87,8 +89,9 @@ class Swaps(Study):
 
     def _means(self, run: "Generation", replace: str, by: str) -> tuple[float, float]:
         """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one kind."""
-        found = swap(run, replace, by, places=self.places, seed=self.seed)
-        if not found.sizes["swap"]:
+        known = by != "mask" or run.model.mask_token_id is not None
+        found = swap(run, replace, by, places=self.places, seed=self.seed) if known else None
+        if found is None or not found.sizes["swap"]:
             return float("nan"), float("nan")
         return float(found["sinks_before"].mean()), float(found["sinks_after"].mean())
 
@@ -116,11 +119,9 @@ class Swaps(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``change``: the change of every swap and model."""
+        from sinklens.analyses.figures import one_panel
         from sinklens.views.charts import interval_dots
-        from sinklens.views.figures import panels
 
-        figure, (ax,) = panels(1, size=(7, 4))
         table = self.tables(measured)["swaps"].query("measure == 'change'")
-        interval_dots(table, "swap", ax, line=0.0)
-        ax.set(xlabel="heads with a sink at the place: after − before the swap")
-        return {"change": figure}
+        label = "heads with a sink at the place: after − before the swap"
+        return {"change": one_panel(lambda ax: interval_dots(table, "swap", ax, line=0.0), (7, 4), xlabel=label)}

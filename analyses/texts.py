@@ -8,12 +8,9 @@ masked tokens, as many as a uniformly drawn count or as each of `shares` says, a
 token. The loss is in nats per predicted token, so it varies continuously, and texts need neither operands nor
 templates.
 
-*Sinks* are the keys of a head that receive more attention than uniform attention would give them, by more than
-`epsilon`: Σ_i A[i, j] − Σ_i 1 / (keys that query i sees) > ε. In a bidirectional model this is nearly the paper's Eq. 3
-(Rulli et al., 2510.15731); in an autoregressive one, the first keys are not sinks merely because all queries see them.
-Sinks of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas. Controls
-hide as many weaker keys of each head, drawn at random, or keys that are no sinks until they hold together as much
-attention as the hidden sinks of their layer (*same mass*).
+Sinks (passes.py) of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas.
+Controls hide as many weaker keys of each head, drawn at random, or keys that are no sinks until they hold together as
+much attention as the hidden sinks of their layer (*same mass*).
 
 Sinks are also left *stale*, as a cache would leave them: with the keys and values of a canvas that has `age` more
 masks. An autoregressive model has no stale keys, because later tokens do not change earlier ones.
@@ -28,7 +25,7 @@ Caveat: ``write_ratio``, ``key_ratio`` and ``alignment`` average keys of all kin
 their being sinks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -36,14 +33,29 @@ import numpy as np
 import torch
 import xarray as xr
 from annotated_types import Ge, Gt, Le
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.estimates.tables import judged
-from sinklens.analyses.mass import hidden_keys, of_mass
+from sinklens.analyses.mass import of_mass
+from sinklens.analyses.passes import (
+    Keys,
+    Read,
+    Sums,
+    TextCanvas,
+    difference,
+    earlier_canvas,
+    hiding,
+    log_ratio,
+    loss,
+    no_ops,
+    outdating,
+    read,
+    written,
+)
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import Study, dot_panels
 from sinklens.errors import SettingError, nearest
@@ -59,7 +71,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -76,7 +87,6 @@ CHOICES = {
     "same_mass": "random keys that are no sinks, with as much attention",
 }
 STALE = {**CHOICES, "all": "all keys that are not masked on the earlier canvas"}
-NO_OP = 0.2  # a value that writes less, in medians of its head, writes next to nothing
 EDITS = {
     "edited, later": "a visible token replaced by one of its kind, later queries",
     "edited": "a visible token replaced by one of its kind, all queries",
@@ -99,12 +109,7 @@ MEASURES = {
     "jump_share": "share of heads and edits at which the strongest key changes with at least this lead",
 }
 
-
 OF_LAYERS = ("sink_heads", "first_mass", "first_strongest")
-
-Keys = Bool[Tensor, "layer head key"]
-Sums = Float[Tensor, "layer head key"]
-Hooks = list[tuple[str, Callable[..., Any]]]
 
 
 class Difference(NamedTuple):
@@ -219,7 +224,8 @@ class Texts(Study):
             noise = noise_of(ids, self.seed)
             found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
             for canvases in self._masks(model, ids):
-                of_draw = [self._of_canvas(model, TextCanvas(ids, masked), noise) for masked in canvases]
+                texts = [TextCanvas(ids, masked) for masked in canvases]
+                of_draw = [self._of_canvas(model, canvas, read(model, canvas), noise) for canvas in texts]
                 data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
                 jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
                 shares = np.array([measures(one)[0] for one in jumps])
@@ -247,11 +253,10 @@ class Texts(Study):
             masks = [ranks < max(1, round(share * (len(ids) - 1))) for share in self.shares]
         return [torch.nn.functional.pad(masked, (1, 0), value=False) for masked in masks]
 
-    def _of_canvas(self, model: "Model", canvas: "TextCanvas", noise: np.random.Generator) -> xr.Dataset:
+    def _of_canvas(self, model: "Model", canvas: TextCanvas, plain: Read, noise: np.random.Generator) -> xr.Dataset:
         """The measurements of one canvas, without jumps."""
-        plain, tokens = read(model, canvas), canvas.tokens(model)
+        tokens, sinks = canvas.tokens(model), plain.sinks(model.causal, self.epsilon)
         kinds = torch.from_numpy(kinds_of_vocabulary(model)[tokens.numpy()].astype(np.int64))
-        sinks = plain.sums - uniform(len(tokens), model.causal) > self.epsilon
         order, every = torch.from_numpy(noise.random(sinks.shape)), torch.ones(len(tokens), dtype=torch.bool)
         cost, removed = np.full((2, len(KINDS), len(CHOICES)), np.nan)
         per_place, mass, hidden = np.full(len(KINDS), np.nan), plain.from_others, [KINDS[kind] for kind in self.kinds]
@@ -272,8 +277,10 @@ class Texts(Study):
         axes, writes, first = ("kind", "choice"), written(model, plain), plain.sums.argmax(dim=-1) == 0
         received = (plain.sums[..., 0] / plain.sums.sum(dim=-1)).mean(dim=-1)
         return xr.Dataset(
-            {"nats": plain.loss, "write_ratio": write_ratio(writes, sinks), "no_op_share": no_ops(writes, sinks),
-             "key_ratio": write_ratio(plain.key_norms, sinks), "alignment": alignment(plain, sinks),
+            {"nats": plain.loss, "no_op_share": no_ops(writes, sinks),
+             "write_ratio": float(log_ratio(writes, sinks).nanmean()),
+             "key_ratio": float(log_ratio(plain.key_norms, sinks).nanmean()),
+             "alignment": float(difference(plain.cosines, sinks).nanmean()),
              "sink_heads": ("layer", sinks.any(dim=-1).double().mean(dim=-1)), "first_mass": ("layer", received),
              "first_strongest": ("layer", first.double().mean(dim=-1)),
              "cost": (axes, cost), "removed": (axes, removed), "per_place": (axes[:1], per_place),
@@ -321,10 +328,6 @@ class Texts(Study):
                 layers += mean_rows(model, measure, data[measure], self.seed, group)
             for claim, values in self.contrasts(data).items():
                 claims += mean_rows(model, str(claim), values, self.seed, group, claim=True)
-        table = DataFrame(rows).dropna(subset="estimate")
-        table, by_layer = (
-            one.assign(meaning=one["measure"].map(MEASURES)).drop(columns="p") for one in (table, DataFrame(layers))
-        )
         pairs = [
             row
             for pair, data in paired(measured).items()
@@ -332,13 +335,22 @@ class Texts(Study):
             if values.notnull().any()
             for row in mean_rows(pair, str(name), values, self.seed, groups_of(data), claim=True)
         ]
-        tables = {"texts": table, "layers": by_layer, "claims": judged(DataFrame(claims))}
+        tables = {name: described(found, MEASURES) for name, found in (("texts", rows), ("layers", layers))}
+        tables["claims"] = judged(DataFrame(claims))
         return {**tables, "pairs": judged(DataFrame(pairs), "more", "less")} if pairs else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: loss added by hiding keys of each kind."""
         table = self.tables(measured)["texts"].query("measure == 'cost'")
         return {"costs": dot_panels(table, "choice", CHOICES, "kind", (4, 3), "loss added, nats per token", line=0.0)}
+
+
+def described(rows: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]) -> "DataFrame":
+    """The rows that have an estimate, with what each measures."""
+    from pandas import DataFrame
+
+    table = DataFrame(rows).dropna(subset="estimate")
+    return table.assign(meaning=table["measure"].map(meanings)).drop(columns="p")
 
 
 def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
@@ -369,89 +381,6 @@ def _revealed(
     return compared(column_sums(model, canvas[None])[:, 0], column_sums(model, after)[:, 0])
 
 
-# --- single passes over a text, with keys hidden or out of date -------------------------------------------------------
-
-
-class TextCanvas(NamedTuple):
-    """A text as a model reads it.
-
-    Attributes:
-        ids: the text.
-        masked: where the canvas has a mask; nowhere in an autoregressive model.
-    """
-
-    ids: Int[Tensor, " pos"]
-    masked: Bool[Tensor, " pos"]
-
-    def tokens(self, model: "Model") -> Int[Tensor, " pos"]:
-        """What the model reads."""
-        return self.ids if model.causal else self.ids.masked_fill(self.masked, int(model.mask_token_id or 0))
-
-
-class Read(NamedTuple):
-    """One pass over a canvas, with nothing hidden.
-
-    Attributes:
-        loss: nats per predicted token.
-        pattern, score: attention of every query, and its logarithm before it is normalized; −∞ where it sees nothing.
-        query, key, value: of every position, before rotation.
-    """
-
-    loss: float
-    pattern: Float[Tensor, "layer head query pos"]
-    score: Float[Tensor, "layer head query pos"]
-    query: Float[Tensor, "layer pos head d_head"]
-    key: Float[Tensor, "layer pos kv_head d_head"]
-    value: Float[Tensor, "layer pos kv_head d_head"]
-
-    @property
-    def sums(self) -> Sums:
-        """Column sums."""
-        return self.pattern.sum(dim=-2)
-
-    @property
-    def key_norms(self) -> Sums:
-        """Norm of the key that each head reads."""
-        return self._of_heads(self.key.norm(dim=-1))
-
-    def _of_heads(self, values: Float[Tensor, "layer pos kv_head"]) -> Sums:
-        return values.mT.repeat_interleave(self.query.shape[2] // values.shape[2], dim=1)
-
-    @property
-    def from_others(self) -> Sums:
-        """Column sums without the query of the key's own position: what hiding the key takes away."""
-        return self.sums - self.pattern.diagonal(dim1=-2, dim2=-1)
-
-
-@torch.no_grad()
-def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
-    """Nats per predicted token of a pass with these hooks."""
-    with model.tree.hooks(fwd_hooks=hooks):
-        logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
-    at = slice(1, None) if model.causal else canvas.masked
-    late = model.causal or model.family_record.shift  # logits at a position predict the next
-    rows = (logits.roll(1, dims=0) if late else logits)[at]
-    return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
-
-
-def read(model: "Model", canvas: TextCanvas) -> Read:
-    """A pass that changes nothing."""
-    kept: dict[str, list[Tensor]] = {"pattern": [], "attn_scores": [], "q": [], "k": [], "v": []}
-
-    def keep(value: Tensor, hook: "Point") -> None:
-        kept[str(hook.name).rpartition("hook_")[2]].append(value[0].float().cpu())
-
-    names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(model.cfg.n_layers) for point in kept]
-    found = loss(model, canvas, [(name, keep) for name in names])
-    return Read(found, *(torch.stack(kept[point]) for point in kept))
-
-
-def uniform(length: int, causal: bool) -> Float[Tensor, " key"]:
-    """The column sums of uniform attention: 1 in a bidirectional model, and less for later keys in a causal one."""
-    sees = torch.ones(length, length).tril() if causal else torch.ones(length, length)
-    return (sees / sees.sum(dim=-1, keepdim=True)).sum(dim=0)
-
-
 def key_choices(treated: Keys, sinks: Keys, read: Read, order: Sums, allowed: Bool[Tensor, " key"]) -> dict[str, Keys]:
     """The keys of `CHOICES` for some of the sinks.
 
@@ -475,38 +404,6 @@ def key_choices(treated: Keys, sinks: Keys, read: Read, order: Sums, allowed: Bo
     }
 
 
-def hiding(hidden: Keys) -> Hooks:
-    """Hooks that hide keys from every query but that of their own position."""
-    return hidden_keys(hidden[:, :, None] & ~torch.eye(hidden.shape[-1], dtype=torch.bool))
-
-
-def outdating(stale: Keys, earlier: Read) -> Hooks:
-    """Hooks that replace keys and values by those of an earlier canvas; a key that several query heads share is stale
-    for all of them.
-    """
-    layers, _, heads, _ = earlier.key.shape
-    of_kv_head = stale.reshape(layers, heads, -1, stale.shape[-1]).any(dim=2)  # [layer, kv head, key]
-
-    def hook_of(keys: Bool[Tensor, "kv_head key"], old: Tensor) -> Callable[..., Tensor]:
-        return lambda value, hook: torch.where(keys.T[None, :, :, None].to(value.device), old.to(value), value)
-
-    return [
-        (f"blocks.{layer}.attn.hook_{point}", hook_of(keys, old[layer]))
-        for layer, keys in enumerate(of_kv_head)
-        for point, old in (("k", earlier.key), ("v", earlier.value))
-    ]
-
-
-def earlier_canvas(canvas: TextCanvas, age: int, noise: np.random.Generator) -> TextCanvas | None:
-    """The canvas with `age` more masks, none of them at the first position; None if too few tokens are left to mask."""
-    visible = np.flatnonzero(~canvas.masked.numpy())[1:]
-    if len(visible) <= age:
-        return None
-    masked = canvas.masked.clone()
-    masked[torch.from_numpy(noise.choice(visible, age, replace=False))] = True
-    return canvas._replace(masked=masked)
-
-
 def stale_costs(
     model: "Model", canvas: TextCanvas, now: Read, earlier: TextCanvas, epsilon: float, order: Sums
 ) -> Mapping[str, tuple[float, float]]:
@@ -516,54 +413,12 @@ def stale_costs(
     are sinks of neither canvas, and hold as much attention of the present one.
     """
     before = read(model, earlier)
-    least = uniform(len(canvas.ids), causal=False) + epsilon
     candidates = ~earlier.masked
-    sinks = (before.sums > least) & candidates
-    chosen = key_choices(sinks, sinks | (now.sums > least), now, order, candidates)
+    sinks = before.sinks(causal=False, epsilon=epsilon) & candidates
+    chosen = key_choices(sinks, sinks | now.sinks(causal=False, epsilon=epsilon), now, order, candidates)
     chosen["all"] = candidates.expand_as(sinks)
     mass, found = now.from_others, dict[str, tuple[float, float]]()
     for name, keys in chosen.items():
         added = loss(model, canvas, outdating(keys, before)) - now.loss if sinks.any() else float("nan")
         found[name] = added, float((mass * keys).sum() / mass.sum())
     return found
-
-
-def written(model: "Model", read: Read) -> Sums:
-    """Norm of every value after the output matrix of every head that reads it, in medians of the head."""
-    norms = []
-    for layer, value in enumerate(read.value):
-        weight = model.blocks[layer].attn.W_O.detach().float().cpu()
-        of_head = value.transpose(0, 1).repeat_interleave(len(weight) // value.shape[1], dim=0)
-        norms.append(torch.einsum("hpd,hdm->hpm", of_head, weight).norm(dim=-1))
-    sizes = torch.stack(norms)
-    return sizes / sizes.median(dim=-1, keepdim=True).values
-
-
-def at_and_off(values: Sums, sinks: Keys) -> tuple[Float[Tensor, " both"], Float[Tensor, " both"]]:
-    """The mean at sinks and at other keys, of each of the heads that have both."""
-    some = sinks.any(dim=-1) & (~sinks).any(dim=-1)
-    at, off = ((values * keys).sum(dim=-1) / keys.sum(dim=-1).clamp_min(1) for keys in (sinks, ~sinks))
-    return at[some], off[some]
-
-
-def write_ratio(written: Sums, sinks: Keys) -> float:
-    """log2 of the mean of `written` at sinks over that at other keys, mean over the heads that have both."""
-    at, off = at_and_off(written, sinks)
-    return float((at / off).log2().mean())
-
-
-def alignment(read: Read, sinks: Keys) -> float:
-    """Mean cosine of the queries that see a sink's key with it, minus that with other keys, mean over the heads.
-
-    A score is the product of both norms, the cosine and a factor that all keys share.
-    """
-    norms = read.query.norm(dim=-1).mT[..., None] * read.key_norms[:, :, None]
-    cosine = read.score * read.query.shape[-1] ** 0.5 / norms
-    seen = torch.isfinite(read.score)
-    at, off = at_and_off(torch.where(seen, cosine, 0).sum(dim=-2) / seen.sum(dim=-2), sinks)
-    return float((at - off).mean())
-
-
-def no_ops(written: Sums, sinks: Keys) -> float:
-    """Share of the sinks whose value writes less than `NO_OP` medians; NaN without sinks."""
-    return float((written[sinks] < NO_OP).double().mean()) if sinks.any() else float("nan")

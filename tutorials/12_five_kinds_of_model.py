@@ -75,7 +75,7 @@ assert "denoise.hook_renoise" in runs["canvas"].model.hook_names()
 assert runs["block-causal"].model.block_length == 8
 
 # %% [markdown]
-# `sinklens analyse kinds` compares the kinds, with queries held fixed and with controls; the page
+# `sinklens analyse dynamics` compares the kinds, with queries held fixed and with controls; the page
 # [Five kinds of diffusion model](../docs/concepts/five-kinds.md) reports what it found.
 #
 # ## Exercises

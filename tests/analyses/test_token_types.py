@@ -1,12 +1,14 @@
 """The token study on tokens whose share of the sinks is known."""
 
+from collections import defaultdict
+
 import numpy as np
 import pandas
 import pytest
 from planting import planted
 
-from sinklens.analyses.matching import matched_enrichment
 from sinklens.analyses.token_types import TokenTypes, matched_rows, sinks_by_token
+from sinklens.sinks.kinds import Kind, kinds, states
 
 WORDS = {1: "<mask>", 2: "<s>", 0: "<e>", 5: " a", 6: "\n", 7: " $x$_y"}
 
@@ -66,17 +68,31 @@ def many_rows(rows=150, seed=0):
     return planted(score, real=real, masked=ids == 1, token_id=ids, prompt_length=4, words=WORDS)
 
 
-def test_the_matched_table_equals_matched_enrichment_and_reverses_the_crude_verdict():
-    track = many_rows()
-    rows = pandas.DataFrame(matched_rows("planted", sinks_by_token(track), 0)).set_index(["by", "set", "matched"])
-    crude, matched = (rows.loc[("kind", "mask", name)] for name in ("nothing", "step, position"))
+AXES = {"nothing": "", "step": "t", "step, position": "tp", "step, state, position": "tsp"}
+
+
+@pytest.mark.parametrize("matched", AXES)
+def test_the_matched_ratio_is_mantel_and_haenszel_s_sum_over_strata(matched):
+    """On fewer rows than decide anything, so that some strata lack a kind."""
+    track = many_rows(12)
+    rows = pandas.DataFrame(matched_rows("planted", sinks_by_token(track), 0)).set_index(["set", "matched"])
+    codes, state = kinds(track).to_numpy(), states(track).to_numpy()
+    sinks = track.detect().sum(("layer", "head")).to_numpy()
+    for kind in (Kind.WORD, Kind.NEWLINE, Kind.MASK):
+        tables = defaultdict(lambda: np.zeros((2, 2)))
+        for row, step, pos in zip(*np.nonzero(codes >= 0), strict=True):
+            label = {"t": step, "s": state[row, step, pos], "p": pos}
+            table = tables[tuple(label[axis] for axis in AXES[matched])]
+            table[int(codes[row, step, pos] != kind)] += sinks[row, step, pos], 1
+        above = sum(t[0, 0] * t[1, 1] / t[:, 1].sum() for t in tables.values())
+        below = sum(t[1, 0] * t[0, 1] / t[:, 1].sum() for t in tables.values())
+        shared = sum(t[0, 0] for t in tables.values() if t[0, 1] and t[1, 1])
+        found = rows.loc[(kind.name.lower(), matched)]
+        assert found.estimate == pytest.approx(above / below if below else np.nan, nan_ok=True)
+        assert found.matched_share == pytest.approx(shared / sum(t[0, 0] for t in tables.values()))
+
+
+def test_a_kind_that_seems_avoided_over_all_places_is_preferred_at_the_same_ones():
+    rows = pandas.DataFrame(matched_rows("planted", sinks_by_token(many_rows()), 0)).set_index(["set", "matched"])
+    crude, matched = (rows.loc[("mask", name)] for name in ("nothing", "step, position"))
     assert crude.high < 1 < matched.low
-    for name, axes in (("nothing", []), ("step", ["step"]), ("step, position", ["step", "position"])):
-        for by, label in (("kind", "mask"), ("kind", "newline"), ("state", "committed")):
-            expected = matched_enrichment(track, by=by, matched=axes).sel({by: label})
-            row = rows.loc[(by, label, name)]
-            assert row.estimate == pytest.approx(float(expected["ratio"]))
-            assert row.matched_share == pytest.approx(float(expected["matched_sinks"] / expected["sinks"]))
-    in_state = matched_enrichment(track, matched=["step", "state", "position"]).sel(kind="newline")
-    assert rows.loc[("kind", "newline", "step, state, position")].estimate == pytest.approx(float(in_state["ratio"]))
-    assert np.isnan(rows.loc[("kind", "mask", "step, state, position")].estimate)  # every masked place is a mask

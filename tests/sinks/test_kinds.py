@@ -170,7 +170,7 @@ class Above(Detector):
         return track.scores() > 0.5
 
 
-def test_matched_enrichment_corrects_for_steps_that_differ_in_masks_and_sinks():
+def test_expected_sinks_correct_for_steps_that_differ_in_masks_and_sinks():
     """Step 0: half masks, all positions sinks; step 1: no masks, no sinks. Only the pooled steps prefer masks."""
     score = np.array([[1.0] * 4, [0.0] * 4])[None, :, None, None]
     track = canvas_track([[[3, 3, 5, 5], [5, 5, 5, 5]]], 0, score=score)

@@ -1,0 +1,52 @@
+"""The pair: what becomes of a model's sinks in another, counted one by one, and keys measured head by head."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from sinklens.analyses.pair import TOKENS, Pair, fates
+from sinklens.analyses.passes import TextCanvas, read
+
+
+def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_layer():
+    """Of four texts; the share is over the sinks that both models see."""
+    noise = np.random.default_rng(0)
+    place = np.concatenate([np.zeros((4, 1)), noise.integers(1, 3, (4, 9))], axis=1)
+    one, other = (
+        xr.Dataset({"sinks": (("prompt", "layer", "head", "pos"), noise.random((4, 2, 3, 10)) < 0.5),
+                    "masked": (("prompt", "pos"), (noise.random((4, 10)) < 0.3) & (place > 0)),
+                    "place": (("prompt", "pos"), place)})
+        for _ in range(2)
+    )  # fmt: skip
+    found, hidden = fates(one, other), (one["masked"] | other["masked"]).to_numpy()
+    for text in range(4):
+        counts = {token: np.zeros(4) for token in TOKENS}
+        for layer, head, pos in zip(*np.nonzero(one["sinks"].to_numpy()[text]), strict=True):
+            there, before = (other["sinks"].to_numpy()[which, layer, :, pos] for which in (text, text - 1))
+            for token, places in TOKENS.items():
+                if place[text, pos] in places and not hidden[text, pos]:
+                    counts[token] += [there[head], there.any() and not there[head], before[head], 1]
+        for token, (*ends, total) in counts.items():
+            row = found.isel(prompt=text).sel(token=token)
+            shares = [row[name].item() for name in ("same_head", "other_head", "another_text", "of_sinks")]
+            np.testing.assert_allclose(shares, [*np.array(ends) / total, total / counts["any"][3]])
+
+
+@torch.no_grad()
+def test_keys_are_measured_in_every_layer_at_sinks_and_at_the_first_position(tiny_llada):
+    canvas = TextCanvas(torch.arange(20, 40), torch.arange(20) > 12)
+    found = Pair(epsilon=0.5)._of_canvas(tiny_llada, canvas, read(tiny_llada, canvas), np.random.default_rng(0))
+    _, cache = tiny_llada.run_with_cache(canvas.tokens(tiny_llada)[None])
+    for layer in (0, 3):
+        query, key = (cache[f"blocks.{layer}.attn.hook_{name}"][0] for name in ("rot_q", "rot_k"))
+        value = torch.einsum("phd,hdm->phm", cache[f"blocks.{layer}.attn.hook_v"][0], tiny_llada.blocks[layer].attn.W_O)
+        sums = cache[f"blocks.{layer}.attn.hook_pattern"][0].sum(dim=-2)
+        cosine = torch.nn.functional.cosine_similarity(query[:, None], key[None], dim=-1).mean(dim=0)
+        naive = {"key_norm": key.norm(dim=-1), "query_norm": query.norm(dim=-1), "value_norm": value.norm(dim=-1)}
+        for of, chosen in (("sinks", sums > 1.5), ("first position", torch.arange(20).expand_as(sums) == 0)):
+            heads = [head for head in range(len(sums)) if chosen[head].any()]
+            for name, size in {**naive, "cosine": cosine}.items():
+                pairs = [(size[chosen[head], head].mean(), size[~chosen[head], head].mean()) for head in heads]
+                each = [at - off if name == "cosine" else (at / off).log2() for at, off in pairs]
+                assert found[name].sel(of=of)[layer].item() == pytest.approx(np.mean(each), abs=1e-4)
