@@ -59,6 +59,13 @@ KEYS = {
     "cosine": "mean cosine of the queries with these keys, minus that with others",
     "value_norm": "log2 of what their values write (norm after W_O) over what others write",
 }
+FIRST = {
+    "key_norm": "norm of the first position's key over that of others, log2",
+    "cosine": "cosine of the queries with the first position's key, minus that with others",
+    "value_norm": "what the first position's value writes over what others write, log2",
+}
+"""The measures of `KEYS` that the figure shows, and their titles."""
+
 TOKENS: Mapping[str, tuple[int, ...]] = {"any": (0, 1, 2), "first position": (0,), "delimiter": (1,), "other": (2,)}
 PLACES = ("layer", "head", "pos")
 FATES = {
@@ -106,8 +113,9 @@ class Pair(Texts):
         return tables | {"fates": described(ends, FATES)} if ends else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``pair``: `PANELS`, against the share of masked tokens."""
-        return {"pair": panels_of(self.tables(measured)["texts"])}
+        """``pair``: `PANELS`, against the share of masked tokens, and `FIRST`, by layer."""
+        tables = self.tables(measured)
+        return {"pair": panels_of(tables["texts"], tables["keys"])}
 
 
 def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
@@ -139,13 +147,18 @@ def fates(one: xr.Dataset, other: xr.Dataset) -> xr.Dataset:
     return xr.Dataset({**shares, "of_sinks": total / total.sel(token="any", drop=True)})
 
 
-def panels_of(table: "DataFrame") -> "Figure":
-    """`PANELS` of a table ``texts`` that has several shares."""
+def panels_of(table: "DataFrame", keys: "DataFrame") -> "Figure":
+    """`PANELS` of a table ``texts`` that has several shares; and the first position of a table ``keys``, by layer, with
+    as few masks as it has.
+    """
     from sinklens.sinks.labels import wrapped
     from sinklens.views.charts import curves
     from sinklens.views.figures import panels
 
-    figure, axes = panels(len(PANELS), columns=3, size=(4.2, 3.2))
-    for (title, rows), ax in zip(PANELS.items(), axes, strict=True):
-        curves(table.query(rows), "share", ax).set(xlabel="share of masked tokens", title=wrapped(title, 40))
+    drawn = [(title, table.query(rows), "share", "share of masked tokens") for title, rows in PANELS.items()]
+    first = keys[(keys["of"] == "first position") & (keys["share"] == keys["share"].min())]
+    drawn += [(title, first[first["measure"] == name], "layer", "layer") for name, title in FIRST.items()]
+    figure, axes = panels(len(drawn), columns=3, size=(4.2, 3.2))
+    for (title, rows, along, xlabel), ax in zip(drawn, axes, strict=True):
+        curves(rows, along, ax).set(xlabel=xlabel, title=wrapped(title, 40))
     return figure

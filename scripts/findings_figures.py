@@ -96,11 +96,11 @@ def intervals(ax: "Axes", rows: pandas.DataFrame, heights: list[float], colour: 
 
 
 def pair() -> "tuple[Figure, pandas.DataFrame]":
-    """A base model, its causal continuation and its masked one, against the share of masked tokens."""
+    """A base model, its causal continuation and its masked one: against the share of masked tokens, and by layer."""
     from sinklens.analyses.pair import panels_of
 
-    table = read(".", "pair-texts")
-    return panels_of(table), table
+    table, keys = read(".", "pair-texts"), read(".", "pair-keys")
+    return panels_of(table, keys), pandas.concat([table, keys])
 
 
 def mass() -> "tuple[Figure, pandas.DataFrame]":

@@ -110,6 +110,7 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("strongest key changes, a mask filled in, %", 100.0, 1,
      {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
 )  # fmt: skip
+ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
 TEXT_KINDS = ("any", "delimiter", "start", "mask", "digit", "word")
 LISTED = ("delimiter",)  # the kinds of token whose rows the page has
 EQ3 = "epsilon-over-mean (sum, 3)"
@@ -121,15 +122,36 @@ TABLES: dict[str, Table] = {
     "pair_shares": Table("pair-texts", tuple(
         Row(f"{label}, {100 * share:.0f} % masked", {"share": share, **where}, scale, digits)
         for label, scale, digits, where in PAIR_ROWS
-        if where.get("edit") != "edited, later"
-        for share in (0.05, 0.5, 0.9)
+        if where["measure"] not in ALONE and where.get("kind") != "mask" and where.get("edit") != "edited, later"
+        for share in (0.05, 0.9)
     ), models=PAIR[2:]),
+    "pair_fates": Table("pair-fates", tuple(
+        percent(label, measure=fate, token=token, share=0.15)
+        for label, fate, token in (
+            ("of the base's sinks: at the first position, %", "of_sinks", "first position"),
+            ("… at delimiters, %", "of_sinks", "delimiter"),
+            ("sinks of the same head in the other model, %", "same_head", "any"),
+            ("… of other heads of the layer only, %", "other_head", "any"),
+            ("… of the same head if it reads another text, %", "another_text", "any"),
+            ("at the first position: of the same head, %", "same_head", "first position"),
+            ("at delimiters: of the same head, %", "same_head", "delimiter"),
+            ("at other tokens: of the same head, %", "same_head", "other"),
+        )
+    ), models=tuple(f"{PAIR[0]} → {other}" for other in PAIR[1:])),
+    "pair_keys": Table("pair-keys", tuple(
+        plain(f"{label}, layer {layer}", measure=measure, layer=layer, share=0.15, of="first position")
+        for label, measure in (("cosine of queries with its key − with others", "cosine"),
+                               ("log2 of its key's norm ÷ that of others", "key_norm"),
+                               ("log2 of what its value writes ÷ what others write", "value_norm"))
+        for layer in (1, 20)
+    ), models=PAIR),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
         plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
         percent("positions that are no-op sinks, %", 2, measure="found", detector="no-op"),
     ), models=DIFFUSION),
     "edits": Table("groups/edits-jumps", (
+        Row("from step to step, all steps", {"measure": "jump_share"}, 100.0, 1, "dynamics-motion"),
         *(percent(label, measure="jump_share", edit=edit, lead=0.0) for label, edit in (
             ("a token decided, as in the run", "decided"),
             ("the same tokens in random order", "shuffled"),
@@ -167,9 +189,6 @@ TABLES: dict[str, Table] = {
           )),
         plain("log2 of what values write at sinks ÷ at other keys", measure="write_ratio"),
         percent("sinks that are no-ops, %", 2, measure="no_op_share"),
-        *(Row(f"nats lost {when}, 10⁻³", {"measure": "stale_cost", "stale": stale}, 1e3, 2)
-          for stale, when in (("sink", "if sinks are 8 tokens out of date"),
-                              ("same_mass", "… if random keys with as much attention are"),)),
         percent("strongest key changes, a token replaced, later queries, %",
                 measure="jump_share", edit="edited, later", lead=0.0),
     ), models=TEXTS),
@@ -178,12 +197,12 @@ TABLES: dict[str, Table] = {
                    listed=kind in LISTED, measure=f"hiding {kind} sinks costs more than hiding as much attention")
           for kind in TEXT_KINDS),
         *(contrast("texts-claims", f"heads with a sink at a {kind}, beyond words, points", 0.0, 100.0, 1,
-                   kind in LISTED, measure=f"a {kind} is a sink more often than a word")
+                   False, measure=f"a {kind} is a sink more often than a word")
           for kind in ("start", "mask", "delimiter")),
         contrast("texts-claims", "log2 of what values write at other keys ÷ at sinks",
                  measure="sinks write less than other keys"),
         contrast("texts-claims", "stale sinks cost more than as much stale attention, 10⁻³ nats", 0.0, 1e3,
-                 measure="stale sinks cost more than as much stale attention"),
+                 listed=False, measure="stale sinks cost more than as much stale attention"),
         *(contrast("texts-pairs", f"{kind}: sinks cost more than as much attention, nats: masked − causal", digits=3,
                    listed=kind in LISTED,
                    measure=f"hiding {kind} sinks, beyond as much attention")
@@ -198,11 +217,11 @@ TABLES: dict[str, Table] = {
     ), (*TEXTS, " − ".join(TEXTS))),
     "swaps": Table("groups/swaps-swaps", (
         *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
-          for swap in ("digit → word", "word → digit")
+          for swap in ("digit → word", "word → mask")
           for when, measure in (("before", "sinks_before"), ("after", "sinks_after"))),
         *(Row(f"change: {swap}", {"measure": "change", "swap": swap}, 1.0, 2, "groups/swaps-beyond")
           for swap in ("digit → word, beyond digit → digit", "word → digit, beyond word → word",
-                       "word → punctuation, beyond word → word")),
+                       "word → mask, beyond word → word")),
     )),
     "equal_mass": Table("groups/content-costs", (
         *(Row(f"{kind}, sink: {label}", {"kind": kind, "part": "sink", "change": change, "measure": measure}, 100.0,
