@@ -26,11 +26,12 @@ from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
-from sinklens.analyses.study import dot_panels
+from sinklens.analyses.study import Study, dot_panels
 from sinklens.analyses.texts import Texts, described
 from sinklens.errors import SettingError
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,13 +59,19 @@ MEASURES = {
 
 
 @dataclass
-class Alone(Texts):
-    """See the module."""
+class Alone(Study):
+    """See the module.
+
+    Attributes:
+        longest: tokens read of a text; the rest is left out.
+    """
 
     name: ClassVar[str] = "alone"
+    together: ClassVar[bool] = False
+    longest: Count = 512
 
     def refusal(self, model: "Model") -> str:
-        return super().refusal(model).replace(": nothing in its canvas says which tokens to predict", "")
+        return Texts().refusal(model)
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, place, sees]; in a causal model NaN, but for what it sees anyway."""
@@ -93,10 +100,14 @@ class Alone(Texts):
         table = self.tables(measured)["alone"]
         return {
             "alone": dot_panels(
-                table[table["measure"] == "share"], "place", {place: f"the {place} position" for place in PLACES}, "sees",
-                (5.5, 3.2), MEASURES["share"],
+                table[table["measure"] == "share"],
+                "place",
+                {place: f"the {place} position" for place in PLACES},
+                "sees",
+                (5.5, 3.2),
+                MEASURES["share"],
             )
-        }  # fmt: skip
+        }
 
 
 @torch.no_grad()
