@@ -376,8 +376,7 @@ def _revealed(
     if not places:
         return None
     after = canvas.repeat(len(places), 1)
-    for row, place in enumerate(places):
-        after[row, place] = text[place]
+    after[range(len(places)), places] = text[places]
     return compared(column_sums(model, canvas[None])[:, 0], column_sums(model, after)[:, 0])
 
 

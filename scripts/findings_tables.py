@@ -111,6 +111,10 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
      {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
 )  # fmt: skip
 ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
+PROBLEM_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = tuple(
+    (f"heads with a sink, per {kind}, %", 100.0, 1, {"measure": "per_place", "kind": kind})
+    for kind in ("digit", "word")
+)
 TEXT_KINDS = ("any", "delimiter", "start", "mask", "digit", "word")
 LISTED = ("delimiter",)  # the kinds of token whose rows the page has
 EQ3 = "epsilon-over-mean (sum, 3)"
@@ -144,6 +148,11 @@ TABLES: dict[str, Table] = {
                                ("log2 of its key's norm ÷ that of others", "key_norm"),
                                ("log2 of what its value writes ÷ what others write", "value_norm"))
         for layer in (1, 20)
+    ), models=PAIR),
+    "pair_problems": Table("problems/pair-texts", tuple(
+        Row(label, {"share": 0.15, **where}, scale, digits)
+        for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
+        if where["measure"] not in (*ALONE, "removed") and where.get("kind") not in ("mask", "delimiter")
     ), models=PAIR),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
@@ -192,6 +201,11 @@ TABLES: dict[str, Table] = {
         percent("strongest key changes, a token replaced, later queries, %",
                 measure="jump_share", edit="edited, later", lead=0.0),
     ), models=TEXTS),
+    "text_shares": Table("shares/texts-claims", tuple(
+        plain(f"all sinks: cost beyond as much attention, nats, {100 * share:.0f} % masked", 3, share=share,
+              measure="hiding any sinks costs more than hiding as much attention")
+        for share in (0.05, 0.5, 0.9)
+    ), models=TEXTS[:1]),
     "text_seeds": Table("", (
         *(contrast("texts-claims", f"{kind}: sinks cost more than as much attention, nats", digits=3,
                    listed=kind in LISTED, measure=f"hiding {kind} sinks costs more than hiding as much attention")
