@@ -8,13 +8,13 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from waiting import awaited
 
 INSTALL = "apt-get install --no-install-recommends chromium chromium-driver"
 ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
@@ -62,14 +62,12 @@ class Browser:
 
     def wait(self, script: str, seconds: float = 30) -> Any:
         """Run a script until it returns something true."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            value = self.js(script)
-            if value:
-                return value
-            time.sleep(0.03)
-        found = self.js("return [{...document.body.dataset}, document.activeElement.id, document.body.innerText]")
-        raise AssertionError(f"still not so after {seconds} s: {script}\n{self.complaints()}\n{found}")
+
+        def failed() -> str:
+            found = self.js("return [{...document.body.dataset}, document.activeElement.id, document.body.innerText]")
+            return f"still not so after {seconds} s: {script}\n{self.complaints()}\n{found}"
+
+        return awaited(lambda: self.js(script), failed, seconds)
 
     def text(self, name: str) -> str:
         """Text of the element with this id, as the document holds it."""
@@ -118,12 +116,7 @@ class Browser:
 
     def new_window(self, known: Collection[str]) -> str:
         """Wait for a window besides the known ones; returns its handle."""
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            if opened := set(self.driver.window_handles) - set(known):
-                return opened.pop()
-            time.sleep(0.03)
-        raise AssertionError("no window was opened in 30 s")
+        return awaited(lambda: set(self.driver.window_handles) - set(known), lambda: "no window was opened").pop()
 
     def _into_view(self, name: str) -> Any:
         element = self.driver.find_element("id", name)
@@ -136,11 +129,8 @@ class Browser:
 
     def complaints_until(self, text: str) -> list[str]:
         """What is written to the console, up to a line with this text; it can arrive after what the page shows."""
-        found, until = self.complaints(), time.monotonic() + 30
-        while not any(text in line for line in found):
-            assert time.monotonic() < until, found
-            time.sleep(0.03)
-            found += self.complaints()
+        found: list[str] = []
+        awaited(lambda: found.extend(self.complaints()) or any(text in line for line in found), lambda: str(found))
         return found
 
     def requests(self) -> list[str]:

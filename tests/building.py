@@ -89,6 +89,15 @@ def shared_model(architecture: str = "llama", causal: bool = False) -> Model:
     return random_model(architecture, causal)
 
 
+VARIANTS = {
+    "biases": lambda: random_model("llama", attention_bias=True),
+    "grouped": lambda: shared_model("qwen2", True),
+    "normed": lambda: shared_model("qwen3"),
+    "experts": lambda: shared_model("glm4_moe"),
+}
+"""What the parts of a layer may have besides: biases, groups of heads, norms of queries and keys, experts."""
+
+
 def small_tokenizer(folder: Path) -> Any:
     """A tokenizer, written to `folder` and read from there."""
     train_tokenizer(problems=500).save_pretrained(folder)

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,6 +173,15 @@ def tiny_llama() -> "Model":
     import sinklens
 
     return sinklens.load("tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def two_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained checkpoint that decodes in two modes."""
+    from training import RECIPES, write_untrained
+
+    sizes = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
+    return write_untrained(replace(RECIPES["tiny-two-modes"], **sizes), tmp_path_factory.mktemp("two-modes"))
 
 
 @pytest.fixture(scope="session")

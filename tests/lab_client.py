@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+from waiting import awaited
 
 PATIENCE = 60.0  # seconds after which a test fails instead of waiting longer
 
@@ -78,25 +79,19 @@ class Client:
 
     def wait(self, found: Callable[[Seen], bool]) -> Seen:
         """The first event that `found` accepts."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            for event in list(self.events):
-                if found(event):
-                    return event
-            time.sleep(0.005)
-        raise AssertionError(
-            f"no such event; the last were {[(one.kind, one.data.get('error')) for one in self.events[-5:]]}"
+        return awaited(
+            lambda: next(filter(found, list(self.events)), None),
+            lambda: f"no such event; the last were {[(one.kind, one.data.get('error')) for one in self.events[-5:]]}",
         )
 
     def ended(self, run: str) -> dict[str, Any]:
         """Everything about a run, once it has ended."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
+
+        def look() -> dict[str, Any] | None:
             found = self.get(f"/api/runs/{run}")
-            if found["summary"]["status"] not in ("queued", "running"):
-                return found
-            time.sleep(0.01)
-        raise AssertionError(f"the run has not ended: {found['summary']}")
+            return found if found["summary"]["status"] not in ("queued", "running") else None
+
+        return awaited(look, lambda: f"the run has not ended: {self.get(f'/api/runs/{run}')['summary']}")
 
     def run(self, **body: Any) -> dict[str, Any]:
         """Queue a run and wait for its end."""

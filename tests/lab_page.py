@@ -1,11 +1,15 @@
 """The lab's page in a browser, as a user handles it."""
 
+from contextlib import contextmanager
+
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import sinklens
 from sinklens.views.html import visible
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+SHORT = {"gen_length": 8}
 MENU = "return [...document.querySelectorAll('#menu button')].map(item => item.textContent)"
 ENDED = (
     "!document.body.dataset.pending && (document.body.dataset.shown || '').endsWith('done') && "
@@ -142,3 +146,13 @@ def shown_at_end(run):
     """The texts of a run's last canvas, as a page shows them."""
     words = run.sinks.vocabulary
     return [visible(words[token]) for token in run.canvas[0, -1].tolist()]
+
+
+@contextmanager
+def visited(browser, *models, **given):
+    """The page of a lab of its own, which the browser leaves before the lab closes."""
+    with sinklens.lab(*models, **given) as lab:
+        page = Page(browser, lab)
+        yield page
+        page.fresh()
+        browser.driver.get("about:blank")

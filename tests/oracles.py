@@ -16,8 +16,16 @@ from torch import Tensor
 import sinklens
 
 LENGTH, TIME = 6, torch.tensor([0.3, 0.8])
+POINTS = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.hook_z", "hook_mlp_out"))]
+"""What writes to the stream of the models with three layers."""
 PLAIN = {"llama": ("llama", False, True), "qwen3": ("qwen3", False, False), "causal": ("qwen2", True, True)}
 """Architecture, whether causal, and whether the first row is padded; all other oracles are modulated networks."""
+
+
+def bent(logits: Tensor) -> Tensor:
+    """A nonlinear metric."""
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
 class Oracle:
@@ -55,9 +63,7 @@ class Oracle:
 
     def bent(self, logits: Tensor) -> Tensor:
         """A nonlinear metric of the logits at real positions."""
-        logits = logits if self.real is None else torch.where(self.real[..., None], logits, 0.0)
-        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-        return (weights * logits.log_softmax(dim=-1)).sum() / 50
+        return bent(logits if self.real is None else torch.where(self.real[..., None], logits, 0.0))
 
     def output(self, layer: int, head: int) -> Tensor:
         """What maps a head's output to the stream, [d_head, d_model]."""

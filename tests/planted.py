@@ -247,7 +247,8 @@ def planted_sinks(
     for name, where in by_name.items():
         layer, head = HEADS[name]
         found[:, :, layer, head] = where & exists
-    return _labelled(found)
+    dims = ("batch", "step", "layer", "head", "pos")
+    return xr.DataArray(found, dims=dims, coords={name: np.arange(found.shape[dims.index(name)]) for name in dims[1:]})
 
 
 @cache
@@ -256,11 +257,3 @@ def _vocabulary() -> dict[str, int]:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(find_checkpoint("tiny-llada", None) / "tokenizer.json")).get_vocab()
-
-
-def _labelled(values: np.ndarray) -> xr.DataArray:
-    """`values` with the dimensions and coordinates of a track."""
-    dims = ("batch", "step", "layer", "head", "pos")
-    return xr.DataArray(
-        values, dims=dims, coords={name: np.arange(values.shape[dims.index(name)]) for name in dims[1:]}
-    )

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from sinklens.features import SparseAutoencoder
 
+POINT = "blocks.1.hook_resid_post"
+
 
 class Perfect:
     """Features are the positive and the negative parts of an activation, so decoding gives it back exactly."""

@@ -6,14 +6,19 @@ import numpy as np
 
 from sinklens.sinks import SinkTrack, build_track
 
+SPECIAL = {"mask": [1], "start": [2], "end": [0], "markup": []}
+
 
 def planted(
-    score, *, real=None, masked=None, committed=None, token_id=None, prompt_length=1, causal=False, words=None
-) -> SinkTrack:
+    score, *, real=None, masked=None, committed=None, token_id=None, prompt_length=1, causal=False, words=None,
+    special=SPECIAL, **recorded,
+) -> SinkTrack:  # fmt: skip
     """A track from scores [batch, step, layer, head, pos]; all positions real and committed by default.
 
     Args:
-        words: token id -> text; id 1 is the mask, 2 the start and 0 the end token.
+        words: token id -> text.
+        special: the ids of the special tokens.
+        recorded: variables of other quantities.
     """
     score = np.asarray(score, dtype=np.float32)
     batch, steps, _, _, length = score.shape
@@ -30,8 +35,9 @@ def planted(
             "prompt_length": prompt_length,
             "causal": int(causal),
             "vocabulary": json.dumps(words or {}),
-            "special": json.dumps({"mask": [1], "start": [2], "end": [0], "markup": []}),
+            "special": json.dumps(special),
         },
+        **recorded,
     )
 
 

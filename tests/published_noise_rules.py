@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from published_rules import Ids, Noise, Settings, UndeterminedError, best_token, keep_nucleus, softmax
+from published_rules import Ids, Noise, Settings, UndeterminedError, best_token, keep_nucleus, softmax, with_tokens
 
 import sinklens
 
@@ -43,10 +43,6 @@ class Network(NamedTuple):
         return softmax([-math.inf if token == self.mask else value for token, value in enumerate(logits)])
 
 
-def numbers(noise: Noise, places: int, width: int, dtype: torch.dtype) -> list[Row]:
-    return list(torch.rand(places, width, generator=noise.generator, dtype=dtype).tolist())
-
-
 def race(weights: Row, uniform: Row) -> int:
     """argmax of w / (1e-10 − log(u + 1e-10)).
 
@@ -58,6 +54,12 @@ def race(weights: Row, uniform: Row) -> int:
     if first - second <= 1e-5 * abs(first):
         raise UndeterminedError
     return ends.index(first)
+
+
+def raced(rows: list[Row], noise: Noise, dtype: torch.dtype) -> list[int]:
+    """The token that wins with the weights of each row."""
+    uniform = torch.rand(len(rows), len(rows[0]), generator=noise.generator, dtype=dtype).tolist()
+    return [race(*pair) for pair in zip(rows, uniform, strict=True)]
 
 
 def inverted(weights: Row, number: float) -> int:
@@ -136,10 +138,8 @@ def falling_time(net: Network, prompt: Ids, noise: Noise, given: Settings, weigh
         if closing and given["predictor"] in ("ddpm", "ddpm_cache"):
             drawn = [best_token(row) for row in rows]
         else:
-            uniform = numbers(noise, len(places), len(rows[0]), torch.float32)
-            drawn = [race(*pair) for pair in zip(rows, uniform, strict=True)]
-        for place, token in zip(places, drawn, strict=True):
-            ids = [*ids[:place], token, *ids[place + 1 :]]
+            drawn = raced(rows, noise, torch.float32)
+        ids = with_tokens(ids, places, dict(zip(places, drawn, strict=True)))
         yield ids
 
 
@@ -163,11 +163,11 @@ def mdlm_windows(net: Network, prompt: Ids, noise: Noise, given: Settings) -> It
             if not places:
                 break
             logits = net.logits(ids[first:stop], sigma(time))
-            uniform = numbers(noise, len(places), len(logits[0]), torch.float32)
-            for place, row in zip(places, uniform, strict=True):
-                weights = [value * (time - until) for value in net.clean(logits[place - first])]
-                weights[net.mask] = until
-                ids = [*ids[:place], race(weights, row), *ids[place + 1 :]]
+            weights = [[value * (time - until) for value in net.clean(logits[place - first])] for place in places]
+            for row in weights:
+                row[net.mask] = until
+            drawn = raced(weights, noise, torch.float32)
+            ids = with_tokens(ids, places, dict(zip(places, drawn, strict=True)))
             yield ids
 
 
@@ -198,14 +198,12 @@ def bd3lm_owt(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Itera
             weights = [[value * (1 - stays) for value in rows[place]] for place in places]
             for row in weights:
                 row[net.mask] = stays
-            uniform = numbers(noise, len(places), len(rows[0]), torch.float64)
-            drawn = [race(*pair) for pair in zip(weights, uniform, strict=True)]
+            drawn = raced(weights, noise, torch.float64)
             if given["first_hitting"]:
                 number = int(noise.double(1)[0] * len(places))
                 places, drawn = places[number : number + 1], drawn[number : number + 1]
             before = ids
-            for place, token in zip(places, drawn, strict=True):
-                ids = [*ids[:place], token, *ids[place + 1 :]]
+            ids = with_tokens(ids, places, dict(zip(places, drawn, strict=True)))
             rows = rows if ids == before else []
             yield ids
 
@@ -272,8 +270,7 @@ def psi(net: Network, ids: Ids, noise: Noise, given: Settings, start: int) -> It
         else:
             rows = [nucleus(row, given["top_p"]) for row in clean]
             mixed = [mixture(net, row, token, now, until, share) for row, token in zip(rows, tokens, strict=True)]
-            uniform = numbers(noise, len(rows), len(rows[0]), torch.float64)
-            ids = ids[:start] + [race(*pair) for pair in zip(mixed, uniform, strict=True)]
+            ids = ids[:start] + raced(mixed, noise, torch.float64)
         yield ids
 
 
@@ -363,8 +360,7 @@ def gidd(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[I
                 for place, prob in enumerate(probs)
             ]
             rows.append(at_least(weights, given["min_p"]))
-        uniform = numbers(noise, len(rows), 1, torch.float32)
-        ids = ids[:start] + [inverted(row, number) for row, (number,) in zip(rows, uniform, strict=True)]
+        ids = ids[:start] + [inverted(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
         yield ids
 
 
@@ -381,8 +377,7 @@ def gidd_correction(net: Network, prompt: Ids, noise: Noise, given: Settings) ->
     for _ in range(given["steps"]):
         logits = net.logits(ids, given["t0"])[start:]
         rows = [net.clean([value / given["temperature"] for value in row]) for row in logits]
-        uniform = numbers(noise, len(rows), 1, torch.float32)
-        drawn = [inverted(row, number) for row, (number,) in zip(rows, uniform, strict=True)]
+        drawn = [inverted(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
         differing = [place for place, token in enumerate(drawn) if token != ids[start + place]]
         proposal = ids
         if differing:

@@ -287,8 +287,12 @@ def due(masks: int, when: Tensor, step: int) -> int:
     return int(torch.tensor(float(masks)) * (1 - when[step + 1] / when[step]))
 
 
-def gumbel_top(places: Sequence[int], scores: Sequence[float], count: int, alg_temp: float, noise: Noise) -> list[int]:
-    """Positions drawn without replacement, with weights softmax(score / alg_temp)."""
+def gumbel_top(
+    places: Sequence[int], scores: Sequence[float], count: int, alg_temp: float, noise: Noise, ranked: Sequence[int]
+) -> list[int]:
+    """Positions drawn without replacement, with weights softmax(score / alg_temp); the best ones at 0."""
+    if not alg_temp:
+        return top(places, scores, count, ranked)
     noisy = [
         score / alg_temp - math.log(-math.log(u)) for score, u in zip(scores, noise.double(len(scores)), strict=True)
     ]
@@ -320,10 +324,7 @@ def dream(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
                 refused = budget - len(chosen) + sum(tokens[places.index(place)] == oracle.mask for place in chosen)
             else:
                 count = due(len(places), when, step)
-                if given["alg_temp"]:
-                    chosen = gumbel_top(places, scores, count, given["alg_temp"], noise)
-                else:
-                    chosen = top(places, scores, count, range(len(ids)))
+                chosen = gumbel_top(places, scores, count, given["alg_temp"], noise, range(len(ids)))
                 if given["threshold"] is not None:
                     chosen += [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
         ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
@@ -415,10 +416,7 @@ def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> I
             ids = [oracle.mask if place in lowest else token for place, token in enumerate(ids)]
         else:
             count = due(len(places), when, step)
-            if given["alg_temp"]:
-                chosen = gumbel_top(places, scores, count, given["alg_temp"], noise)
-            else:
-                chosen = top(places, scores, count, range(len(ids)))
+            chosen = gumbel_top(places, scores, count, given["alg_temp"], noise, range(len(ids)))
             ids = with_tokens(ids, chosen, tokens)
         yield ids
 
@@ -460,11 +458,6 @@ def blocks_of(size: int, lead: int = 0) -> Seen:
     return lambda query, key: (key + lead) // size <= (query + lead) // size
 
 
-def jet_entropy(probs: Sequence[float]) -> float:
-    clamped = [max(prob, 1e-12) for prob in probs]
-    return -sum(prob * math.log(prob) for prob in clamped)
-
-
 def sdar(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
     """JetAstra/SDAR generate.py and its OpenCompass sampler; `entropy_bounded` of JetEngine."""
     size, start = given["block_length"], len(prompt)
@@ -487,7 +480,8 @@ def sdar(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
             elif strategy == "low_confidence_dynamic":
                 chosen = above_or_top(places, scores, count, given["threshold"], range(first, first + size))
             else:
-                entropy = [jet_entropy(row) for row in rows]
+                clamped = [[max(prob, 1e-12) for prob in row] for row in rows]
+                entropy = [-sum(prob * math.log(prob) for prob in row) for row in clamped]
                 total, kept = 0.0, 0
                 for value in sorted(entropy):
                     total += value

@@ -2,11 +2,10 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
+from contracts import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SPEC = importlib.util.spec_from_file_location("doc_pictures", ROOT / "scripts" / "doc_pictures.py")
 script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)

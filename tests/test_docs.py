@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_layers import FLOORS
+from contracts import FILES, ROOT
+from test_layers import FLOORS, exported
 
 import sinklens
 from sinklens import errors
@@ -24,7 +25,6 @@ from sinklens.interventions import Intervention
 from sinklens.model.files import shipped_names
 from sinklens.sinks import Detector
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
 BLOCKS = [
@@ -91,36 +91,23 @@ def test_the_navigation_lists_every_page_once():
     assert yaml.safe_load(text)["theme"]["font"] is False
 
 
-def _exported(package: str) -> list[str]:
-    """``__all__`` of a package, read without a slow import."""
-    name = package.rpartition(".")[2]
-    folder = name if name in ("hooks", "analyses") else package.replace(".", "/")
-    tree = ast.parse((ROOT / folder / "__init__.py").read_text())
-    return next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-
-
 def test_every_exported_name_is_on_a_page_in_a_tutorial_or_in_an_example():
     """Names in the reference alone do not count: it lists whatever is exported."""
     pages = [text for page, text in PAGES.items() if not page.startswith("api/")]
     files = [ROOT / "README.md", *(ROOT / "tutorials").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     used = set(re.findall(r"\w+", " ".join([*pages, *(file.read_text() for file in files)])))
-    exported = {package: _exported(package) for package in PUBLIC}
-    assert {package: sorted({*names} - used) for package, names in exported.items() if {*names} - used} == {}
-    assert sum(map(len, exported.values())) <= 260
+    public = {package: exported(package) for package in PUBLIC}
+    assert {package: sorted(names - used) for package, names in public.items() if names - used} == {}
+    assert sum(map(len, public.values())) <= 260
 
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_the_reference_has_every_public_name(site, package):
     file = {"sinklens": "index"}.get(package, package.rpartition(".")[2])
-    ids = set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / f"{file}.html").read_text()))
-    ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "sinks.html").read_text()))
-    ids |= set(re.findall(r"id=\"(sinklens[\w.]+)\"", (site / "api" / "errors.html").read_text()))
+    pages = [(site / "api" / f"{name}.html").read_text() for name in (file, "sinks", "errors")]
+    ids = set(re.findall(r"id=\"(sinklens[\w.]+)\"", " ".join(pages)))
     ids |= {name.rpartition(".")[0] for name in ids if re.search(r"\.(\w+)\.\1$", name)}  # report.report, for one
-    wanted = {f"{package}.{name}" for name in _exported(package)}
+    wanted = {f"{package}.{name}" for name in exported(package)}
     homes = {
         "sinklens.SinkTrack": "sinklens.sinks.SinkTrack",
         "sinklens.SinklensError": "sinklens.errors.SinklensError",
@@ -202,32 +189,21 @@ def test_every_error_class_has_a_heading():
 def _messages() -> list[str]:
     """Every string in the sources, with null characters for filled-in values."""
     found = []
-    for folder in ("sinklens", "hooks", "analyses"):
-        for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
-                    found.append("".join(parts))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
     return found
-
-
-def _contains(message: str, quoted: str) -> bool:
-    """Whether the parts of `quoted` between ellipses occur in `message`, in order."""
-    place = 0
-    for part in quoted.split("…"):
-        place = message.find(part, place)
-        if place < 0:
-            return False
-        place += len(part)
-    return True
 
 
 def test_quoted_messages_occur_in_the_code():
     messages = _messages()
     assert len(QUOTED) > 10
-    assert [quoted for quoted in QUOTED if not any(_contains(message, quoted) for message in messages)] == []
+    patterns = {text: re.compile(".*".join(map(re.escape, text.split("…"))), re.DOTALL) for text in QUOTED}
+    assert [text for text, pattern in patterns.items() if not any(map(pattern.search, messages))] == []
 
 
 def test_the_table_of_models_lists_the_families_and_what_ships():

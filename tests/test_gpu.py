@@ -23,15 +23,17 @@ def rounded_differently(amount):
     return model
 
 
-def test_a_difference_is_relative_to_the_largest_number():
-    wanted = torch.tensor([0.0, 200.0, -torch.inf, torch.nan])
-    assert near(wanted + 0.01, wanted, 1e-4).startswith("differs by 5e-05")
-    with pytest.raises(AssertionError, match=r"differs by 0.0005; at most 0.0001 is allowed"):
-        near(wanted + 0.1, wanted, 1e-4)
-    with pytest.raises(AssertionError, match=r"hook_z differs by nan"):
-        near(torch.zeros(4), wanted, 1e-4, "hook_z")
-    with pytest.raises(AssertionError, match=r"shape \[3\] instead of \[4\]"):
-        near(wanted[:3], wanted, 1e-4)
+WANTED = torch.tensor([0.0, 200.0, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize(("found", "text"), [
+    (WANTED + 0.1, r"differs by 0.0005; at most 0.0001 is allowed"), (torch.zeros(4), "hook_z differs by nan"),
+    (WANTED[:3], r"shape \[3\] instead of \[4\]"),
+])  # fmt: skip
+def test_a_difference_is_relative_to_the_largest_number(found, text):
+    assert near(WANTED + 0.01, WANTED, 1e-4).startswith("differs by 5e-05")
+    with pytest.raises(AssertionError, match=text):
+        near(found, WANTED, 1e-4, "hook_z")
 
 
 def test_the_same_run_passes():

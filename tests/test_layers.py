@@ -8,7 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from contracts import FILES, ROOT
+
 FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of the package
     ("errors",),
     ("utils",),
@@ -29,7 +30,6 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("cli",),
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
-FILES = sorted([*ROOT.glob("hooks/**/*.py"), *ROOT.glob("analyses/**/*.py"), *ROOT.glob("sinklens/**/*.py")])
 
 
 def module_name(file: Path) -> str:

@@ -67,13 +67,8 @@ def model(family, folder, conformance):
     return model_of(family, folder, conformance)
 
 
-@cache
-def base_of(model: sinklens.Model, family: str) -> tuple[Any, dict[tuple[int, int], Tensor]]:
-    """A run, and the patterns of its steps and layers on the canvas's positions."""
-    return patterns_of(model, family)
-
-
 def patterns_of(model: sinklens.Model, family: str, **more: Any) -> tuple[Any, dict[tuple[int, int], Tensor]]:
+    """A run, and the patterns of its steps and layers on the canvas's positions."""
     seen: dict[tuple[int, int], Tensor] = {}
 
     def keep(value, hook):
@@ -83,6 +78,9 @@ def patterns_of(model: sinklens.Model, family: str, **more: Any) -> tuple[Any, d
     points = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
     hooks = [*more.pop("hooks", []), *points]
     return sinklens.generate(model, PROMPTS, gen_length=LENGTH, hooks=hooks, **SETTINGS[family], **more), seen
+
+
+base_of = cache(patterns_of)
 
 
 @pytest.mark.fast_cases(3)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from contracts import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_layers import MODULES
 
 from sinklens.cli.app import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
 SLOW = ("transformers", "xarray", "pandas", "ray")
@@ -30,18 +30,6 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." * node.level + (node.module or "")
-
-
-def _requirements() -> list[Requirement]:
-    groups = [PROJECT["build-system"]["requires"], PROJECT["project"]["dependencies"]]
-    groups += PROJECT["project"]["optional-dependencies"].values()
-    return [Requirement(line) for group in groups for line in group]
-
-
-def _pins() -> dict[str, Requirement]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(pin.name): pin for pin in pins}
 
 
 def test_every_package_folder_is_listed_and_every_listed_package_has_a_folder():
@@ -86,8 +74,12 @@ def test_every_public_name_exists():
 
 
 def test_dependencies_are_pinned_inside_their_ranges():
-    pins, outside = _pins(), []
-    for requirement in _requirements():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins, outside = {canonicalize_name(pin.name): pin for pin in pinned}, []
+    groups = [PROJECT["build-system"]["requires"], PROJECT["project"]["dependencies"]]
+    groups += PROJECT["project"]["optional-dependencies"].values()
+    for requirement in [Requirement(line) for group in groups for line in group]:
         (version,) = (clause.version for clause in pins[canonicalize_name(requirement.name)].specifier)
         outside += [] if requirement.specifier.contains(version) else [(str(requirement), version)]
     assert outside == []

@@ -279,13 +279,13 @@ def test_generate_writes_what_a_run_writes(request, name):
         ({"remote": True}, "no argument remote=: the model runs in this process"),
         ({"penalty": 1}, "penalty is not a setting of the autoregressive sampler"),
         ({"return_type": "ids"}, "return_type='ids' is not one of 'input', 'str', 'tokens'"),
+        ({"prompt": ()}, "needs a prompt. It takes no invokes"),
     ],
 )
 def test_generate_refuses_arguments_without_meaning(tiny_llama, options, message):
-    with pytest.raises(SettingError, match=message):
-        tiny_llama.generate(TEXT, max_new_tokens=3, **options)
-    with pytest.raises(PromptError, match=r"needs a prompt. It takes no invokes"):
-        tiny_llama.generate(max_new_tokens=3)
+    prompt = options.pop("prompt", (TEXT,))
+    with pytest.raises(SettingError if prompt else PromptError, match=message):
+        tiny_llama.generate(*prompt, max_new_tokens=3, **options)
 
 
 def test_blocks_in_nnsights_older_form_run_in_every_step(tiny_llada):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import planting
 
 from sinklens.sinks import SinkTrack, build_track
 
@@ -14,25 +15,11 @@ BATCH, STEPS, LAYERS, HEADS, LENGTH, PROMPT, PADDED = 2, 3, 2, 3, 9, 5, 2
 
 def planted(score, real=None, causal=0, **recorded):
     """A track of one row, layer and head from scores [step, pos], and recorded variables [step, ...]."""
-    score = np.asarray(score, dtype=np.float32)
-    steps, length = score.shape
-    places = np.zeros((1, steps, length), dtype=bool)
-    heads = {"value_norm", "output_rank"}
-    return build_track(
-        score[None, :, None, None],
-        np.zeros((1, steps, length), dtype=np.int64),
-        places,
-        places,
-        np.ones((1, length), dtype=bool) if real is None else np.asarray([real]),
-        np.full((1, length), -1),
-        {"model": "planted", "prompt_length": 2, "causal": causal},
-        **{
-            name: np.asarray(value, dtype=np.float32)[None, :, None, None]
-            if name in heads
-            else np.asarray(value, dtype=np.float32)[None, :, None]
-            for name, value in recorded.items()
-        },
-    )
+    recorded = {name: np.asarray(value, dtype=np.float32)[None, :, None] for name, value in recorded.items()}
+    recorded |= {name: recorded[name][:, :, :, None] for name in {"value_norm", "output_rank"} & recorded.keys()}
+    real = None if real is None else [real]
+    score = np.asarray(score)[None, :, None, None]
+    return planting.planted(score, real=real, prompt_length=2, causal=causal, **recorded)
 
 
 class Made(NamedTuple):

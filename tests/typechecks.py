@@ -3,9 +3,8 @@
 pytest's option ``--jaxtyping-packages`` decorates every function of the package with `jaxtyping.jaxtyped`, which checks
 the annotations of arguments and result at every call. As jaxtyping does it, this doubles the time of a run of a small
 model and triples that of the import. `checking` takes the decorator's place. It makes the same checks, but prepares
-them when a function is first called; checks arguments once, not again together with the result; leaves out the record
-of axes where no annotation has axes; and checks the calls 1, 4, 16, … of a function in each test, not the hundreds
-that repeat them in each layer and step of a run.
+them when a function is first called; checks arguments once, not again together with the result; and checks the calls
+1, 4, 16, … of a function in each test, not the hundreds that repeat them in each layer and step of a run.
 
 Libraries that the package imports are imported here first: jaxtyping's import hook compiles whatever is imported while
 a module of the package is, and does not find the compiled files that Python keeps.
@@ -16,7 +15,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import beartype
 import jaxtyping
@@ -58,14 +57,11 @@ def begin_test() -> None:
 
 
 def _checked(function: types.FunctionType) -> Callable[..., Any]:
-    prepared: Callable[..., Any] | None = None
+    prepared = functools.cache(lambda: _prepared(function))
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal prepared
-        if prepared is None:
-            prepared = _prepared(function)
-        return prepared(*args, **kwargs)
+        return prepared()(*args, **kwargs)
 
     return _sampled(function, checked)
 
@@ -100,8 +96,6 @@ def _prepared(function: types.FunctionType) -> Callable[..., Any]:
     )
     copy.__annotations__ = {name: _resolved(hint, function) for name, hint in function.__annotations__.items()}
     checked = beartype.beartype(copy)
-    if not any(_has_axes(hint) for hint in copy.__annotations__.values()):
-        return checked
 
     def with_axes(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -124,12 +118,6 @@ def _resolved(hint: Any, function: types.FunctionType) -> Any:
         return get_type_hints(holder, function.__globals__, include_extras=True)["hint"]
     except NameError:
         return Any
-
-
-def _has_axes(hint: Any) -> bool:
-    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
-        return True
-    return any(_has_axes(part) for part in get_args(hint) if part is not hint)
 
 
 jaxtyping.jaxtyped = checking

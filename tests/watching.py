@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from building import PlainPass, plain_pass
+from building import Edit, PlainPass, plain_pass
 from torch import Tensor
 
 import sinklens
@@ -16,7 +16,7 @@ SHORT, LONG = "w7 w12 w33 w5", "w8 w9 w10 w11 w12 w13 w14"
 PADDED = [SHORT, LONG]
 """Prompts of the models that read words; together, the first is padded by three."""
 
-Edit = Callable[[Tensor], Tensor]
+Z = "blocks.1.attn.hook_z"
 
 
 class Watched(NamedTuple):

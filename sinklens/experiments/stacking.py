@@ -58,7 +58,11 @@ class Stacked(HookSource):
             )
             for entry in hooks:
                 refuse_off_canvas(entry, model)
-                _refuse_shared(entry)
+                require(
+                    not isinstance(entry, HookSource) or not entry.changes_model,
+                    f"{type(entry).__name__} changes the model for all rows of a batch, and here each intervention has "
+                    f"its own rows; make separate runs, as sinklens.experiments.effect does.",
+                )
                 pairs = entry.hooks_for(model, context) if isinstance(entry, HookSource) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
@@ -81,19 +85,6 @@ class Repeated:
     def of(cls, run: Generation, copies: int) -> "Repeated":
         """`copies` of a run."""
         return cls(run.canvas.repeat(copies, 1, 1), run.undecided.repeat(copies, 1, 1))
-
-
-def _refuse_shared(entry: Any) -> None:
-    """Refuse an intervention that changes the model, and so all rows.
-
-    Raises:
-        SettingError: it does.
-    """
-    require(
-        not isinstance(entry, HookSource) or not entry.changes_model,
-        f"{type(entry).__name__} changes the model for all rows of a batch, and here each intervention has its own "
-        f"rows; make separate runs, as sinklens.experiments.effect does.",
-    )
 
 
 def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:

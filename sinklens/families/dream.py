@@ -66,22 +66,19 @@ class DreamSettings(StopAtEnd, DreamRule):
         )
         check_threshold(self.alg, self.threshold)
         if self.tokens_per_step is not None:
-            self._check_ceiling(self.tokens_per_step)
-
-    def _check_ceiling(self, tokens_per_step: int) -> None:
-        require(
-            self.threshold is not None and not self.alg_temp,
-            "tokens_per_step limits what threshold commits; set threshold, and leave alg_temp out.",
-        )
-        require(
-            self.gen_length % tokens_per_step == 0,
-            f"tokens_per_step {tokens_per_step} does not divide gen_length {self.gen_length}; choose one of "
-            f"{divisors(self.gen_length)}.",
-        )
-        require(
-            self.steps == self.gen_length,
-            "with tokens_per_step, a run ends when no position is masked; leave steps out.",
-        )
+            require(
+                self.threshold is not None and not self.alg_temp,
+                "tokens_per_step limits what threshold commits; set threshold, and leave alg_temp out.",
+            )
+            require(
+                self.gen_length % self.tokens_per_step == 0,
+                f"tokens_per_step {self.tokens_per_step} does not divide gen_length {self.gen_length}; choose one of "
+                f"{divisors(self.gen_length)}.",
+            )
+            require(
+                self.steps == self.gen_length,
+                "with tokens_per_step, a run ends when no position is masked; leave steps out.",
+            )
 
     def denoise(self, state: State) -> Iterator[None]:
         if self.stop_at_eos:
@@ -178,15 +175,11 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
         confidence = state.spread_confidence(where, scores)
         threshold = None if number == 0 else self.threshold
-        counts = self._counts(masks.sum(dim=1), times, number)
+        sizes = masks.sum(dim=1)  # a threshold, and the first pass of a block, commit one token at least
+        at_times = number > 0 and self.threshold is None
+        counts = decisions.dream_schedule(sizes, times, number) if at_times else [1] * len(sizes)
         chosen = decisions.most_confident(confidence, counts, threshold, state.computed())
         state.commit(chosen, drawn.canvas, best_by=confidence)
-
-    def _counts(self, masks: Int[Tensor, " batch"], times: Float[Tensor, " time"], number: int) -> list[int]:
-        """Tokens that the step commits in each row, at least those that a threshold allows."""
-        if number == 0 or self.threshold is not None:
-            return [1] * len(masks)
-        return decisions.dream_schedule(masks, times, number)
 
 
 FAMILIES = (

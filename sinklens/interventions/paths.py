@@ -294,16 +294,12 @@ class PathPatch(AtPositions):
         every = torch.ones(len(senders), len(receivers), 1, dtype=torch.bool)
         changes, sends = Changes(model, senders, receivers, lambda step: every), list[Any]()
         for one in senders:
-            patch = self._patch(one, model, run)
+            patch = PatchHooks(
+                source=self.source, names=[one.point], steps=self.steps, positions=self.positions, where=self.where,
+                heads=None if one.head is None else [one.head], source_positions=self.source_positions,
+            ).hooks_for(model, run)  # fmt: skip
             sends += [(at, changes.sending(one, hook) if at == one.point else hook) for at, hook in patch]
         return changes.around(sends)
-
-    def _patch(self, sender: Sender, model: "Model", run: RunContext) -> Pairs:
-        """Hooks that would patch what `sender` writes."""
-        return PatchHooks(
-            source=self.source, names=[sender.point], steps=self.steps, positions=self.positions, where=self.where,
-            heads=None if sender.head is None else [sender.head], source_positions=self.source_positions,
-        ).hooks_for(model, run)  # fmt: skip
 
 
 def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:

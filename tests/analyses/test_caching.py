@@ -119,19 +119,14 @@ def planted(prompts=30):
     return xr.concat([data] * prompts, dim="prompt").copy(deep=True)
 
 
-def claims_of(data):
-    data = data.assign(difference=xr.concat([claim_values(data.isel(prompt=row)) for row in range(30)], dim="prompt"))
-    table = Caching().tables({"planted": data})["claims"]
-    return table.set_index("claim")
-
-
 def test_planted_differences_are_the_only_claims_that_hold():
     data, noise = planted(), np.linspace(0.9, 1.1, 30)
     data["kl"].loc[{"change": "stale", "choice": ["sink", "sink_of_kind"]}] = 0.02 * noise[:, None]
     data["sink_jump_share"].loc[{"policy": "dual", "source": "same queries"}] = 0.1 * noise
     data["jump_share"].loc[{"policy": "delayed", "source": "policy"}] = 0.1 * noise
     data["jump_share"].loc[{"source": "exact"}] = 0.5  # sums over other queries do not matter
-    table = claims_of(data)
+    data = data.assign(difference=xr.concat([claim_values(data.isel(prompt=row)) for row in range(30)], dim="prompt"))
+    table = Caching().tables({"planted": data})["claims"].set_index("claim")
     holds = set(table.index[table["verdict"] == "holds"])
     assert holds == {
         "stale sinks change predictions more than random keys with as much attention",

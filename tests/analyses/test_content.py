@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xarray as xr
+from asked import PROMPT
 
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
@@ -11,9 +12,7 @@ from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
-from sinklens.tasks import held_out
 
-PROMPT = held_out(1)[0].prompt
 SETTINGS = {"gen_length": 6, "steps": 6}
 KINDS = ["any", "digit", "not digit"]
 

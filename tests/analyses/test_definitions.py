@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+from asked import PROMPT
 
 from sinklens.analyses.definitions import DEFINITIONS, Definitions, newest_rows
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
-from sinklens.tasks import held_out
 
-PROMPT = held_out(1)[0].prompt
 FEW = {"gen_length": 6}
 
 

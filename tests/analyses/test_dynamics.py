@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from asked import TWO as PROMPTS
 from planting import planted, with_sinks
 
 import sinklens
@@ -13,9 +14,6 @@ from sinklens.analyses.dynamics import (
 )
 from sinklens.analyses.nulls import COMPARED, null_of
 from sinklens.sinks import motion
-from sinklens.tasks import held_out
-
-PROMPTS = [problem.prompt for problem in held_out(2)]
 
 
 def test_a_still_head_and_a_moving_head_have_the_planted_motion():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from asked import PROMPTS
 
 import sinklens
 from sinklens.analyses import edits
@@ -10,7 +11,6 @@ from sinklens.analyses.edits import Edits, compared, measures
 from sinklens.sinks.kinds import Kind
 from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 SHORT = {"gen_length": 8, "steps": 8, "block_length": 8}
 
 

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+from asked import TWO as PROMPTS
 
 from sinklens.analyses import STUDIES, find
 from sinklens.errors import SettingError
-from sinklens.tasks import held_out
 
 KINDS = ("tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-mdlm", "tiny-duo")
-PROMPTS = [problem.prompt for problem in held_out(2)]
 SETTINGS = {
     "tiny-sdar": {"gen_length": 8, "denoising_steps": 3},
     "tiny-llada-moe": {"gen_length": 8, "steps": 3, "block_length": 8},
@@ -20,7 +19,6 @@ ON_BLOCKS = {
     "caching": "no cache policy applies, as its attention is block-causal",
     "texts": "attention depends on blocks",
     "pair": "attention depends on blocks",
-    "alone": "attention depends on blocks",
 }
 ON_TOKENS = {
     "settling": "reads predictions at undecided positions",
@@ -30,7 +28,6 @@ ON_TOKENS = {
     "caching": "its keys change with the noise level",
     "texts": "reads a noise level|without a mask token",
     "pair": "reads a noise level|without a mask token",
-    "alone": "reads a noise level|without a mask token",
 }
 ON_CANVASES = {
     "settling": "reads predictions at undecided positions",
@@ -42,7 +39,6 @@ ON_CANVASES = {
     "mechanism": "positions are decided in no order",
     "texts": "without a mask token|depends on blocks",
     "pair": "without a mask token|depends on blocks",
-    "alone": "without a mask token|depends on blocks",
 }
 WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-duo": ON_TOKENS}
 

@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import xarray as xr
+from asked import PROMPT
 
 from sinklens.analyses.answers import is_right, unchanged
 from sinklens.analyses.necessity import ABOVE, EPSILONS, MEASURES, PARTS, PICKS, Necessity
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
-from sinklens.tasks import held_out
 from sinklens.utils.estimates import mcnemar
 
-PROMPT = held_out(1)[0].prompt
 SETTINGS = {"gen_length": 6, "steps": 6}
 SINK = EpsilonOverMean(1.5)
 

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from asked import TWO as PROMPTS
 
 import sinklens
 from sinklens.analyses.nulls import FixedQueries, causal_null
 from sinklens.sinks import Record, SinkTrack, motion
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(2)]
 ATTRS = {"model": "planted"}
 
 

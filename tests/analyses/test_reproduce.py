@@ -3,13 +3,13 @@
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pandas
 import pytest
 from ledgers import planted_run
 from tracks import planted
+from waiting import awaited
 
 from sinklens.analyses.frontier import frontier
 from sinklens.analyses.paper import CHECKPOINTS, ITEMS, apart
@@ -135,10 +135,8 @@ def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):
 
     assert (main([*call, "cut-out", "--shard", "2/3"]), done()) == (0, 20)
     process = subprocess.Popen([sys.executable, "-m", "sinklens.cli", *call, "cut-out"])
-    deadline = time.monotonic() + 240
-    while done() < 22:
-        assert (process.poll(), time.monotonic() < deadline) == (None, True)
-        time.sleep(0.005)
+    awaited(lambda: done() >= 22 or process.poll() is not None, lambda: "no record", seconds=240)
+    assert process.poll() is None
     process.kill()
     assert (process.wait(), (tmp_path / "cut-out" / "report.md").exists()) == (-signal.SIGKILL, False)
     assert main(["reproduce", "--resume", "--out", "cut-out"]) == 0

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import xarray as xr
+from asked import TWO as PROMPTS
+from planting import planted
 
 import sinklens
 from sinklens.analyses.runs import active_steps, own_run
-from sinklens.sinks import Record, build_track
-from sinklens.tasks import held_out
-
-PROMPTS = [problem.prompt for problem in held_out(2)]
+from sinklens.sinks import Record
 
 
 def test_waiting_steps_are_removed_and_later_ones_move_up():
@@ -17,10 +16,7 @@ def test_waiting_steps_are_removed_and_later_ones_move_up():
     score = np.broadcast_to((np.arange(2)[:, None] * 10 + np.arange(5))[..., None, None, None], (2, 5, 1, 2, 3))
     ids = np.broadcast_to(np.arange(5)[None, :, None], (2, 5, 3))
     places = np.ones((2, 5, 3), dtype=bool)
-    track = build_track(
-        score.astype(np.float32), ids, places, places, np.ones((2, 3), bool), np.zeros((2, 3), int),
-        {"model": "planted", "prompt_length": 1},
-    )  # fmt: skip
+    track = planted(score, masked=places, committed=places, token_id=ids)
     active = np.array([[True] * 5, [True, False, True, False, True]])
     moved = active_steps(track, active).data
     assert moved["score"].dims == track.data["score"].dims

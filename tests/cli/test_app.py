@@ -7,16 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
 import pandas
 import pytest
+from asked import PROMPT
 from building import NEEDS_BASE
 from hostile import HOSTILE
 from ledgers import planted_run
+from waiting import awaited
 
 import sinklens
 from sinklens import SinkTrack
@@ -31,11 +32,8 @@ from sinklens.families.samplers import setting_help
 from sinklens.model.files import find_checkpoint
 from sinklens.tasks import held_out
 from sinklens.utils.arguments import arguments
-from training import RECIPES, write_untrained
 
-PROMPT = held_out(1)[0].prompt
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
-TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
 
 
 @pytest.mark.extended
@@ -204,9 +202,8 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
 
 
 @pytest.mark.extended
-def test_a_mode_is_chosen_by_name(tmp_path, capsys):
-    folder = write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path / "two-modes")
-    base = ["trace", str(folder), "--prompt", "Tom has 5.", "--gen-length", "8", "--block-length", "4"]
+def test_a_mode_is_chosen_by_name(two_modes, tmp_path, capsys):
+    base = ["trace", str(two_modes), "--prompt", "Tom has 5.", "--gen-length", "8", "--block-length", "4"]
     assert main([*base, "--out", str(tmp_path / "a"), "--mode", "diffusion", "--threshold", "0.5"]) == 0
     track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
     assert track.data.attrs["sampler"] == "nemotron-diffusion"
@@ -230,11 +227,9 @@ def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path, n
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
-    deadline = time.monotonic() + 120
-    while not (out / "tiny-llada.sinks.nc").exists():  # the first model has finished, the second has not
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    first = out / "tiny-llada.sinks.nc"  # the first model has finished, the second has not
+    awaited(lambda: first.exists() or process.poll() is not None, lambda: "no file", seconds=120)
+    assert process.poll() is None
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors.decode()[-500:]

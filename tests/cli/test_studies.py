@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pandas
 import pytest
 import xarray as xr
 from ledgers import repeats
+from waiting import awaited
 
 from sinklens.analyses import find
 from sinklens.analyses.printing import ROWS
@@ -49,11 +49,9 @@ def start(call):
 
 def stopped(call, out, more, by):
     """Start `call`, wait for `more` further prompts, and send the signal `by`; returns the exit code and stderr."""
-    process, before, deadline = start(call), kept(out), time.monotonic() + 240
-    while kept(out) < before + more:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    process, before = start(call), kept(out)
+    awaited(lambda: kept(out) >= before + more or process.poll() is not None, lambda: "no prompt", seconds=240)
+    assert process.poll() is None, process.communicate()
     process.send_signal(by)
     _, errors = process.communicate(timeout=240)
     return process.returncode, errors

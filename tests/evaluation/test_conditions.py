@@ -1,12 +1,13 @@
 """Conditions: those of the study, their controls, and which ones are refused."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 import sinklens
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import HookNameError, SettingError
 from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
@@ -72,6 +73,7 @@ def test_plain_interventions_and_policies_are_described_by_their_repr():
         assert one.described()["hooks"] == [repr(hook) for hook in one.hooks]
         assert one.described().get("cache") == (None if one.cache is None else repr(one.cache))
         assert "code" not in one.described()
+    assert UNMASKED.described() == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}
 
 
 @dataclass(frozen=True)
@@ -116,45 +118,53 @@ def test_a_description_includes_the_code_of_what_is_from_outside(given):
     assert len(Condition("mine", **given).described()["code"]) == 1
 
 
-def test_settings_that_a_repr_omits_are_described_and_those_outside_fields_are_refused():
+def test_settings_that_a_repr_omits_are_described():
     assert "share=0.2" in Condition("mine", cache=Blocks(0.2)).described()["cache"]
-    with pytest.raises(SettingError, match=r"HiddenState keeps doubled outside dataclass fields"):
-        Condition("mine", (HiddenState(),))
-    for policy in (Unsettled(), Refresh(every=4, within=Unsettled())):
-        with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
-            Condition("mine", cache=policy)
+
+
+REFUSED = [
+    (partial(masking, [-1]), SettingError, r"0 or more; got -1"),
+    (
+        partial(masking, [1], ["neerest"]),
+        SettingError,
+        r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
+    ),
+    (partial(masking, 1), SettingError, r"counts must be a list of integers, such as .*; got 1"),
+    (partial(masking, ["1"]), SettingError, r"counts must be a list of integers, .*; got \['1'\]"),
+    (partial(Condition, "a", control_of="a"), SettingError, "'a' cannot be a control of itself"),
+    (
+        partial(Condition, "a", [("hook_embed", print)]),
+        SettingError,
+        "the hooks of a condition are interventions, .*; got",
+    ),
+    (partial(Condition, "a", 3), HookNameError, "hooks= must be a list of"),
+    (
+        partial(Condition, "mine", (HiddenState(),)),
+        SettingError,
+        "HiddenState keeps doubled outside dataclass fields",
+    ),
+    *(
+        (partial(Condition, "mine", cache=policy), SettingError, r"cannot fingerprint .*Unsettled object at")
+        for policy in (Unsettled(), Refresh(every=4, within=Unsettled()))
+    ),
+    (
+        partial(under_caches, [Condition("a", cache=DualCache())], ["prefix"]),
+        SettingError,
+        r"the condition 'a' has a cache policy already; drop cache=",
+    ),
+    (
+        partial(under_caches, [UNMASKED], ["keep-sink:4"]),
+        SettingError,
+        r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks",
+    ),
+]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"counts": [-1]}, r"0 or more; got -1"),
-        (
-            {"counts": [1], "controls": ["neerest"]},
-            r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
-        ),
-        ({"counts": 1}, r"counts must be a list of integers, such as .*; got 1"),
-        ({"counts": ["1"]}, r"counts must be a list of integers, .*; got \['1'\]"),
-    ],
-)
-def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):
-    with pytest.raises(SettingError, match=text):
-        masking(**arguments)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"name": "a", "control_of": "a"}, "'a' cannot be a control of itself"),
-        ({"name": "a", "hooks": [("hook_embed", print)]}, "the hooks of a condition are interventions, .*; got"),
-        ({"name": "a", "hooks": 3}, "hooks= must be a list of"),
-    ],
-)
-def test_a_condition_that_cannot_be_recorded_is_refused(arguments, text):
-    with pytest.raises(SinklensError, match=text):
-        Condition(**arguments)
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_what_cannot_be_set_or_recorded_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -174,23 +184,3 @@ def test_every_condition_is_exact_and_under_each_cache_policy():
     assert found[3].hooks == found[1].hooks
     assert under_caches([UNMASKED], "dual") == [UNMASKED, Condition("cache dual", masked=0, cache=DualCache())]
     assert under_caches([UNMASKED], NoCache()) == [UNMASKED]
-
-
-def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
-    described = [one.described() for one in under_caches([UNMASKED], ["keep-sinks:4", "keep-sinks:5", "drop-sinks:4"])]
-    policies = [one.get("cache", "exact") for one in described]
-    assert len(set(policies)) == 4
-    assert "k=4" in policies[1]
-    assert described[0] == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}
-
-
-@pytest.mark.parametrize(
-    ("conditions", "policies", "text"),
-    [
-        ([Condition("a", cache=DualCache())], ["prefix"], r"the condition 'a' has a cache policy already; drop cache="),
-        ([UNMASKED], ["keep-sink:4"], r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"),
-    ],
-)
-def test_policies_that_cannot_be_added_are_refused(conditions, policies, text):
-    with pytest.raises(SettingError, match=text):
-        under_caches(conditions, policies)

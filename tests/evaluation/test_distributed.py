@@ -39,11 +39,6 @@ def _stopped():
         sys.modules["ray"].shutdown()
 
 
-@pytest.fixture
-def without_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-
-
 def reproducible(records):
     """Records without the fields that depend on timing and batching."""
     return [{name: value for name, value in record.items() if name not in ("seconds", "batch")} for record in records]
@@ -120,11 +115,17 @@ def test_a_batch_that_kills_every_worker_ends_the_evaluation(ray):
         list(OnRay(workers=1, tries=2).carry_out(JOB, work))
 
 
-def test_a_worker_that_fits_no_machine_is_refused_immediately(ray):
-    with pytest.raises(SettingError, match=r"needs 1 cores and 3 GPUs on one machine, .*available: 2 cores and 0 GPU"):
-        OnRay(gpus_per_worker=3).identities(JOB, CONDITIONS)
-    with pytest.raises(SettingError, match=r"needs 64 cores and 0 GPUs"):
-        list(OnRay(cpus_per_worker=64).carry_out(JOB, [Batch(UNMASKED, SAMPLES)]))
+@pytest.mark.parametrize(("use", "text"), [
+    (
+        lambda: OnRay(gpus_per_worker=3).identities(JOB, CONDITIONS),
+        "needs 1 cores and 3 GPUs on one machine, .*available: 2 cores and 0 GPU",
+    ),
+    (lambda: list(OnRay(cpus_per_worker=64).carry_out(JOB, [Batch(UNMASKED, SAMPLES)])), "needs 64 cores and 0 GPUs"),
+])  # fmt: skip
+@pytest.mark.usefixtures("ray")
+def test_a_worker_that_fits_no_machine_is_refused_immediately(use, text):
+    with pytest.raises(SettingError, match=text):
+        use()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ def test_a_loaded_model_is_refused(tiny_llada, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_without_ray_the_error_names_the_extra(without_ray, tmp_path):
+def test_without_ray_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingError, match=r"OnRay needs Ray .*: pip install 'sinklens\[ray\]'"):
         evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path, limit=2, engine=OnRay())
 

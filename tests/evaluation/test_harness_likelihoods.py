@@ -129,13 +129,12 @@ def test_rolling_bounds_sum_over_windows(tiny_llada):
     assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
 
 
-def test_what_a_likelihood_does_not_have_is_refused(tiny_llada):
-    pair = [request("Question: 3?\nAnswer:", " 4")]
-    with pytest.raises(SettingError, match=r"MaskKeys acts on the sinks of the previous step.*same_step=True"):
-        SinklensLM(tiny_llada, mask_sinks=1).loglikelihood(pair, disable_tqdm=True)
-    with pytest.raises(SettingError, match=r"reuses keys of earlier steps, and a likelihood is one pass without any"):
-        SinklensLM(tiny_llada, cache="dual").loglikelihood(pair, disable_tqdm=True)
-    with pytest.raises(PromptError, match=r"pair 0 has \d+ tokens, and .* takes at most 128"):
-        SinklensLM(tiny_llada).loglikelihood([request("x", STORY * 20)], disable_tqdm=True)
-    with pytest.raises(SettingError, match=r"diffusion-gemma models have no likelihood here"):
-        SinklensLM("tiny-canvas").loglikelihood(pair, disable_tqdm=True)
+@pytest.mark.parametrize(("name", "given", "answer", "error", "text"), [
+    ("tiny-llada", {"mask_sinks": 1}, " 4", SettingError, "MaskKeys acts on the sinks of .*same_step=True"),
+    ("tiny-llada", {"cache": "dual"}, " 4", SettingError, "reuses keys of earlier steps, and a likelihood is one pass"),
+    ("tiny-llada", {}, STORY * 20, PromptError, r"pair 0 has \d+ tokens, and .* takes at most 128"),
+    ("tiny-canvas", {}, " 4", SettingError, "diffusion-gemma models have no likelihood here"),
+])  # fmt: skip
+def test_what_a_likelihood_does_not_have_is_refused(name, given, answer, error, text):
+    with pytest.raises(error, match=text):
+        SinklensLM(name, **given).loglikelihood([request("Question: 3?\nAnswer:", answer)], disable_tqdm=True)

@@ -178,31 +178,6 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert not holds_runs(tmp_path)
 
 
-def newer(content):
-    """The database as a later version writes it."""
-    with closing(sqlite3.connect(":memory:")) as database:
-        database.deserialize(content)
-        database.execute("PRAGMA user_version = 4")
-        return database.serialize()
-
-
-@pytest.mark.parametrize(
-    ("damaged", "text"),
-    [
-        (lambda content: content[:4096] + b"?" * (len(content) - 4096), r"cannot be read \(.*malformed\); restore it"),
-        (lambda content: b"no database" * 100, r"(cannot be read|could not write to) .*file is not a database"),
-        (newer, r"ledger.sqlite has format 4; this version reads 3"),
-    ],
-    ids=["malformed", "another file", "newer"],
-)
-def test_a_damaged_or_newer_database_is_refused(tmp_path, damaged, text):
-    run, file = written(tmp_path, ENTRIES), tmp_path / "ledger.sqlite"
-    file.write_bytes(damaged(file.read_bytes()))
-    for use in (run.records, run.done, Writer(run).__enter__):
-        with pytest.raises(LedgerError, match=text if use == run.records else "ledger.sqlite"):
-            use()
-
-
 def edited(change):
     """The file after SQL statements."""
 
@@ -213,6 +188,23 @@ def edited(change):
             return database.serialize()
 
     return changed
+
+
+@pytest.mark.parametrize(
+    ("damaged", "text"),
+    [
+        (lambda content: content[:4096] + b"?" * (len(content) - 4096), r"cannot be read \(.*malformed\); restore it"),
+        (lambda content: b"no database" * 100, r"(cannot be read|could not write to) .*file is not a database"),
+        (edited("PRAGMA user_version = 4"), r"ledger.sqlite has format 4; this version reads 3"),
+    ],
+    ids=["malformed", "another file", "newer"],
+)
+def test_a_damaged_or_newer_database_is_refused(tmp_path, damaged, text):
+    run, file = written(tmp_path, ENTRIES), tmp_path / "ledger.sqlite"
+    file.write_bytes(damaged(file.read_bytes()))
+    for use in (run.records, run.done, Writer(run).__enter__):
+        with pytest.raises(LedgerError, match=text if use == run.records else "ledger.sqlite"):
+            use()
 
 
 @pytest.mark.parametrize(

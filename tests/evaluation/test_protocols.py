@@ -14,10 +14,8 @@ from sinklens.families import settings_for
 from sinklens.families.samplers import make_settings
 from sinklens.tasks import NAMES
 from sinklens.tasks.prompts import Prompts
-from training import RECIPES, write_untrained
 
 BLOCKS = find_protocol("llada-instruct-gsm8k-blocks")
-TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24}
 
 
 def test_every_setting_that_can_change_a_score_changes_the_hash_and_a_note_does_not():
@@ -70,30 +68,41 @@ def test_a_setting_reaches_only_the_samplers_that_have_it():
     changed = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
     assert changed.of("llada") == {"block_length": 8, "gen_length": 16}
     assert changed.of("dream") == changed.of("autoregressive") == {"gen_length": 16}
-    with pytest.raises(SettingError, match=r"no sampler has a setting 'blocklength'.* Nearest: block_length"):
-        find_protocol("tiny-gsm").with_settings({"blocklength": 8})
 
 
-def test_every_task_is_a_protocol_and_the_error_for_a_typo_names_the_nearest():
+def test_every_task_is_a_protocol():
     assert all(find_protocol(name).task == name and not find_protocol(name).settings for name in NAMES)
-    with pytest.raises(SettingError, match=r"no protocol is called 'lada-gsm8k'.* Nearest: llada-gsm8k"):
-        find_protocol("lada-gsm8k")
+
+
+MODES = EvalProtocol("modes", "tiny-gsm").with_settings({"gen_length": 16, "threshold": 0.9})
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda _: find_protocol("lada-gsm8k"), r"no protocol is called 'lada-gsm8k'.* Nearest: llada-gsm8k"),
+    (lambda _: MODES.with_settings({"blocklength": 8}), "no sampler has a setting 'blocklength'.* Nearest: block_leng"),
+    (
+        lambda model: MODES.with_settings({"mode": "diffusion"}).run_settings(model),
+        "mode='diffusion' must be left out for llada models",
+    ),
+    (
+        lambda _: MODES.with_settings({"mode": "diffusion", "sampler": "llada"}),
+        "both choose how to decode; name one of them",
+    ),
+])  # fmt: skip
+def test_unknown_names_and_settings_that_exclude_each_other_are_refused(tiny_llada, call, text):
+    with pytest.raises(SettingError, match=text):
+        call(tiny_llada)
 
 
 @pytest.mark.extended
-def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(tiny_llada, tmp_path):
-    model = load(write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path / "two-modes"))
-    base = EvalProtocol("modes", "tiny-gsm").with_settings({"gen_length": 16, "threshold": 0.9})
-    plain, causal = base.run_settings(model), base.with_settings({"mode": "autoregressive"}).run_settings(model)
+def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(two_modes):
+    model = load(two_modes)
+    plain, causal = MODES.run_settings(model), MODES.with_settings({"mode": "autoregressive"}).run_settings(model)
     assert plain == {"gen_length": 16, "threshold": 0.9}
     assert causal == {"gen_length": 16, "mode": "autoregressive"}
     assert settings_for(model, causal).name == "autoregressive"
-    assert base.with_settings({"mode": "diffusion"}).run_settings(model) == {"mode": "diffusion", **plain}
-    with pytest.raises(SettingError, match="mode='diffusion' must be left out for llada models"):
-        base.with_settings({"mode": "diffusion"}).run_settings(tiny_llada)
-    with pytest.raises(SettingError, match="both choose how to decode; name one of them"):
-        base.with_settings({"mode": "diffusion", "sampler": "llada"})
-    assert base.with_settings({"mode": "diffusion"}).with_settings({"sampler": "llada"}).mode is None
+    assert MODES.with_settings({"mode": "diffusion"}).run_settings(model) == {"mode": "diffusion", **plain}
+    assert MODES.with_settings({"mode": "diffusion"}).with_settings({"sampler": "llada"}).mode is None
 
 
 def what(protocol=BLOCKS, sampler="llada", **changes):

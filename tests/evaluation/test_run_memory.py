@@ -43,13 +43,6 @@ def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
     assert plan.track == recorded
 
 
-def quantized_config(folder, config):
-    """A folder with the config of tiny-llada, as a quantized checkpoint has it."""
-    raw = json.loads((find_checkpoint("tiny-llada") / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "width", "config"),
     [
@@ -65,12 +58,13 @@ def test_quantized_weights_are_those_of_linear_layers_by_the_bytes_of_their_form
     assert plan.alternatives["none"] == plan.weights
     assert plan.alternatives[name] == 4 * (plan.parameters - inside) + width * inside
     assert list(plan.alternatives) == list(QUANTIZATIONS)
-    folder = quantized_config(tmp_path, config)
-    stored = plan_run(folder, batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
+    raw = json.loads((find_checkpoint("tiny-llada") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    stored = plan_run(tmp_path, batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
     assert (stored.quantization, stored.alternatives) == (name, {name: plan.alternatives[name]})
     assert (stored.step, stored.flops, stored.moved < plan.moved) == (plan.step, plan.flops, True)
     with pytest.raises(SettingError, match=r"quantized already, by bitsandbytes, so quantization='bnb-nf4' does not"):
-        plan_run(folder, quantization="bnb-nf4", **GIVEN)
+        plan_run(tmp_path, quantization="bnb-nf4", **GIVEN)
 
 
 def test_keys_are_those_of_the_positions_that_are_cached(tiny_llama):
@@ -94,8 +88,6 @@ def test_cards_and_batches_follow_from_the_bytes(plan):
 def test_time_is_the_longer_of_operations_and_bytes(plan):
     assert plan.seconds(Card("x", 1e9, 1.0, 1e30), 0.5) == plan.passes * plan.flops / 0.5e9
     assert plan.seconds(Card("x", 1e30, 1.0, 1e9), 0.5) == plan.passes * plan.moved / 1e9
-    with pytest.raises(SettingError, match=r"utilization is above 0"):
-        plan.seconds(CARDS["h100"], 0)
 
 
 @pytest.mark.fast_cases(1)
@@ -128,27 +120,35 @@ def test_a_plan_needs_no_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("given", "utilization", "error", "text"),
     [
-        ({"quantization": "3bit"}, SettingError, r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4"),
-        ({"batch": 0}, SettingError, r"batch and a prompt of at least 1; got 0"),
+        (
+            {"quantization": "3bit"},
+            1,
+            SettingError,
+            r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4",
+        ),
+        ({"batch": 0}, 1, SettingError, r"batch and a prompt of at least 1; got 0"),
         (
             {"batch": 99999999999999},
+            1,
             SettingError,
             r"a plan has at most 4,194,304 positions; 99,999,999,999,999 rows of 136 are more",
         ),
-        ({"batch": 10**30}, SettingError, r"a plan has at most 4,194,304 positions"),
+        ({"batch": 10**30}, 1, SettingError, r"a plan has at most 4,194,304 positions"),
         (
             {"prompt_length": 99999999999999},
+            1,
             SettingError,
             r"at most 4,194,304 positions; 1 rows of 100,000,000,000,007 are",
         ),
-        ({"watch": ["hook_patern"]}, HookNameError, r"no hook point is called 'hook_patern'"),
+        ({"watch": ["hook_patern"]}, 1, HookNameError, r"no hook point is called 'hook_patern'"),
+        ({"prompt_length": 4}, 0.0, SettingError, "utilization is above 0"),
     ],
 )
-def test_wrong_arguments_say_what_is_allowed(given, error, text):
+def test_wrong_arguments_say_what_is_allowed(given, utilization, error, text):
     with pytest.raises(error, match=text):
-        plan_run("tiny-llada", **given, **GIVEN)
+        plan_run("tiny-llada", **given, **GIVEN).seconds(CARDS["h100"], utilization)
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])

@@ -13,7 +13,7 @@ import pytest
 from ledgers import repeats
 
 from sinklens.analyses import find
-from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
+from sinklens.errors import ControlWarning, LedgerError, SinklensError
 from sinklens.evaluation import UNMASKED, Condition, LedgerRun, evaluate, frame, masking, units
 from sinklens.evaluation.ledger import holds_runs
 from sinklens.evaluation.protocols import find_protocol
@@ -143,13 +143,11 @@ def test_a_ledger_started_with_other_data_is_refused(tmp_path, tiny_llama, monke
         evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=other)
 
 
-def test_samples_with_the_same_id_are_refused(tmp_path, tiny_llama):
-    class Repeating(TinyGsm):
-        def samples(self, limit=None):
-            return [Sample("same", "Question: 2 + 3?", " 5")] * 2
+class Repeating(TinyGsm):
+    """Two samples of the same id."""
 
-    with pytest.raises(SettingError, match=r"has several samples with the id 'same'"):
-        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, task=Repeating())
+    def samples(self, limit=None):
+        return [Sample("same", "Question: 2 + 3?", " 5")] * 2
 
 
 @pytest.mark.parametrize("rule", [{"threshold": 0.8}, {"factor": 1.6}], ids=str)
@@ -183,6 +181,7 @@ def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
         ({"conditions": []}, r"at least one condition, each with a different name; got \[\]"),
         ({"conditions": [UNMASKED, Condition("unmasked")]}, r"each with a different name"),
         ({"task": find_task("tiny-code")}, r"the protocol tiny-gsm is for the task tiny-gsm; got tiny-code"),
+        ({"task": Repeating()}, r"has several samples with the id 'same'"),
         ({"limit": 1, "shard": (1, 2)}, r"the task tiny-gsm has too few samples for shard 1 of 2"),
     ],
 )

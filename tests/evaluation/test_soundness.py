@@ -13,11 +13,6 @@ from sinklens.model.files import shipped_names
 UNDONE = "undone damage"
 
 
-def exchange(one, other):
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        mine.data, theirs.data = theirs.data, mine.data
-
-
 def transposed(name, layer, layers, hf):
     weight = layers[layer].get_submodule(name).weight
     weight.data = weight.data.T.contiguous()
@@ -25,7 +20,8 @@ def transposed(name, layer, layers, hf):
 
 def exchanged(one, other, which, layers, hf):
     for layer in layers[which]:
-        exchange(layer.get_submodule(one), layer.get_submodule(other))
+        for mine, theirs in zip(*(layer.get_submodule(name).parameters() for name in (one, other)), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
 
 
 def theta(layers, hf):
@@ -45,12 +41,8 @@ def zero(layers, hf):
         weight.data.zero_()
 
 
-def scaled(layers, hf):
-    layers[1].mlp.up_proj.weight.data.mul_(30)
-
-
-def sharpened(layers, hf):
-    layers[1].self_attn.q_proj.weight.data.mul_(8)
+def scaled(name, factor, layers, hf):
+    layers[1].get_submodule(name).weight.data.mul_(factor)
 
 
 def random(layers, hf):
@@ -70,8 +62,8 @@ DAMAGES = {
     "theta": (theta, UNDONE, "rope theta times 0.02"),
     "epsilon": (epsilon, UNDONE, "epsilon 1e-06"),
     "a zero layer": (zero, "layers", "layers.2.self_attn.q_proj.weight is 0, beside"),
-    "a scaled matrix": (scaled, "layers", "layers.1.mlp.up_proj.weight is"),
-    "sharp attention": (sharpened, "layers", "the entropy of attention in layer 1 is"),
+    "a scaled matrix": (partial(scaled, "mlp.up_proj", 30), "layers", "layers.1.mlp.up_proj.weight is"),
+    "sharp attention": (partial(scaled, Q, 8), "layers", "the entropy of attention in layer 1 is"),
     "random weights": (random, "loss", "nats per token"),
 }
 

@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 from building import left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
 from layouts import write_family
-from oracles import LENGTH, two_inputs
+from oracles import LENGTH, bent, two_inputs
 
 import sinklens
 from sinklens.errors import HookNameError, PromptError, SettingError
@@ -19,11 +19,6 @@ NO_VALUES = ("hook_attn_mask", "hook_sink_scores", "hook_fresh")
 
 def every_value(name):
     return not name.startswith("denoise.") and not name.endswith(NO_VALUES)
-
-
-def bent(logits):
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
 def shown(found, name):

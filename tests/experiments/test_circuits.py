@@ -8,7 +8,7 @@ import torch
 import xarray as xr
 from building import random_model, shared_model
 from circuit_oracle import alone
-from oracles import two_inputs
+from oracles import POINTS, bent, two_inputs
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
@@ -25,13 +25,6 @@ from sinklens.experiments import (
 from sinklens.interventions import Activations, KeepEdges
 
 PLANTED = {"embed", "L0H1", "1_mlp_out"}, {"L0H1.q", "L0H1.k", "L0H1.v", "1_mlp_in", "logits"}
-POINTS = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.hook_z", "hook_mlp_out"))]
-
-
-def bent(logits):
-    """A nonlinear metric."""
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
 def planted():
@@ -50,13 +43,6 @@ def planted():
 @pytest.fixture(scope="module")
 def planted_case():
     return circuit_case(planted(), *two_inputs(), bent)
-
-
-def is_planted(scores):
-    """True at the edges of the planted circuit."""
-    senders, receivers = PLANTED
-    found = np.array([[a in senders and b in receivers for b in scores.receiver.values] for a in scores.sender.values])
-    return scores.copy(data=found) & ~np.isnan(scores)
 
 
 @pytest.mark.fast_cases(1)
@@ -82,7 +68,10 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
 @pytest.mark.fast_cases(1)
 def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
     scores = edge_scores([planted_case], path=4)[0]
-    truth = is_planted(scores)
+    senders, receivers = (
+        np.isin(scores[end], [*names]) for end, names in zip(("sender", "receiver"), PLANTED, strict=True)
+    )
+    truth = scores.copy(data=senders[:, None] & receivers) & ~np.isnan(scores)
     assert np.abs(scores.where(~truth)).max() == 0.0  # nothing outside it
     assert np.abs(scores.where(truth)).min() > 0.0
     circuit = Circuit.strongest(scores, count=int(truth.sum()))
@@ -104,8 +93,6 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
         UserWarning, match=rf"removed all {circuit.size} edges, since none costs more faithfulness than toler"
     ):
         assert greedy_circuit([planted_case], circuit, tolerance=2.0).size == 0
-    with pytest.raises(SettingError, match="the circuit to begin with has no edges"):
-        greedy_circuit([planted_case], Circuit.strongest(scores, count=0))
     random = [measure_circuit([planted_case], circuit.random(seed)).faithfulness for seed in range(3)]
     assert np.abs(random).max() < 0.9
 
@@ -257,6 +244,7 @@ def test_what_is_no_circuit_or_cannot_be_measured_or_shown_is_refused():
         (lambda: KeepEdges(kept=small(), source={}), "kept must be boolean, over sender and receiver"),
         (lambda: measure_circuit([flat], strongest(small(), count=1)), "the metric is the same in the clean and"),
         (lambda: edge_scores([]), "pass at least one case"),
+        (lambda: greedy_circuit([case], strongest(twice.scores[0], count=0)), "the circuit to begin with has no edges"),
         (lambda: greedy_circuit([case], twice, tolerance=-1.0), "tolerance must be a finite number of at least 0"),
         (lambda: measure_circuit([case], twice), r"the circuit has steps \[0, 0\], and a case step 0"),
         (lambda: model.run_with_hooks(two_inputs()[0], short), "KeepEdges needs a source of the same canvases"),

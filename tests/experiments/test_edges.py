@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from building import shared_model
-from oracles import two_inputs
+from oracles import POINTS, two_inputs
 from path_oracle import brute_force
 
 import sinklens
@@ -30,7 +30,6 @@ EDGES = [
     ("L1H1", "1_mlp_in"),
     ("2_mlp_out", "logits"),
 ]
-POINTS = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.hook_z", "hook_mlp_out"))]
 ROW, STEP = 1, 2
 pytestmark = pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 

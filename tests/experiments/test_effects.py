@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from asked import PROMPTS
 from building import random_hf, random_ids
 
 import sinklens
@@ -14,9 +15,7 @@ from sinklens.experiments import compare, corrupted, effect, logit_lens, of_step
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 SHORT = {"gen_length": 8}
 CHANGE = AblateHeads(layers=[0, 1])
 

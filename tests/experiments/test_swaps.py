@@ -5,16 +5,15 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from asked import TWO as PROMPTS
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import swap as swap_of
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.sinks.kinds import Kind
-from sinklens.tasks import held_out
 
 module = importlib.import_module("sinklens.experiments.swaps")
-PROMPTS = [problem.prompt for problem in held_out(2)]
 
 
 @pytest.fixture(scope="module")

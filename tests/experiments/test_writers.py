@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from building import VARIANTS as MODELS
 from building import plain_pass, random_model, shared_model
 from dit_oracle import PlainDit, rotated
 
@@ -72,12 +73,6 @@ def modulated_parts(dit, values, layer, letter, head):
     return found | {"own_bias": projected(shift.expand_as(values["hook_embed"][0]))}
 
 
-MODELS = {
-    "biases": lambda: random_model("llama", attention_bias=True),
-    "grouped": lambda: shared_model("qwen2", True),
-    "normed": lambda: shared_model("qwen3"),
-    "experts": lambda: shared_model("glm4_moe"),
-}
 CASES = [(kind, *place) for kind in MODELS for place in ((2, 4, False), (1, 1, True), (0, 5, False))]
 CASES += [(kind, *place) for kind in ("mdlm", "duo", "gidd") for place in ((2, 0, False), (1, 1, True))]
 

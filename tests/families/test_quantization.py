@@ -106,22 +106,19 @@ def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tm
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("stored", "method", "message"),
     [
-        ("bnb-int9", r"'bnb-int9' is unknown; choose one of bnb-int8, bnb-nf4"),
-        (GPTQConfig(bits=4), r"quant_method 'gptq' are not supported; known is bitsandbytes"),
+        (None, "bnb-int9", r"'bnb-int9' is unknown; choose one of bnb-int8, bnb-nf4"),
+        (None, GPTQConfig(bits=4), r"quant_method 'gptq' are not supported; known is bitsandbytes"),
+        *(({"quant_method": kind, "bits": 4}, None, rf"quant_method {kind!r} are not supported; known is")
+          for kind in ("gptq", "awq", "fp8", "compressed-tensors", None)),
     ],
-)
-def test_a_method_that_does_not_apply_is_refused(llama, method, message):
+)  # fmt: skip
+def test_a_method_or_published_form_that_is_not_supported_is_refused(llama, stored, method, message):
+    if stored:
+        change_config(llama, quantization_config=stored)
     with pytest.raises(CheckpointError, match=message):
         sinklens.load(llama, quantization=method, device="cpu")
-
-
-@pytest.mark.parametrize("kind", ["gptq", "awq", "fp8", "compressed-tensors", None])
-def test_a_published_form_that_is_not_supported_is_named(llama, kind):
-    change_config(llama, quantization_config={"quant_method": kind, "bits": 4})
-    with pytest.raises(CheckpointError, match=rf"quant_method {kind!r} are not supported; known is"):
-        sinklens.load(llama)
 
 
 def test_a_library_that_is_not_installed_is_named(llama, monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planted_saes import Perfect, random_sae
+from planted_saes import POINT, Perfect, random_sae
 from watching import PADDED, entered
 
 import sinklens
@@ -11,7 +11,6 @@ from sinklens.errors import SettingError
 from sinklens.features import assess
 from sinklens.features.assessing import Mean
 
-POINT = "blocks.1.hook_resid_post"
 SETTINGS = {"gen_length": 8, "steps": 8}
 
 

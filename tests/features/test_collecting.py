@@ -5,6 +5,7 @@ import pytest
 import torch
 import xarray as xr
 from layouts import arguments, write_family, write_tokenizer
+from planted_saes import POINT
 from watching import LONG, PADDED, SHORT, entered
 
 import sinklens
@@ -12,7 +13,6 @@ from sinklens.errors import SettingError
 from sinklens.features import ActivationStore, collect
 from sinklens.features.places import STATES
 
-POINT = "blocks.1.hook_resid_post"
 PROMPTS = [SHORT, LONG, "w3 w4", "w20 w21 w22", "w1"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planted_saes import Perfect, random_sae
+from planted_saes import POINT, Perfect, random_sae
 from watching import PADDED, SHORT, again, logits_of, short, unwatched, watch
 
 import sinklens
@@ -10,7 +10,6 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.features import SpliceSAE
 
 KINDS = [("llama", False), ("qwen3", False), ("dream", False), ("llama", True), ("sdar", False)]
-POINT = "blocks.1.hook_resid_post"
 PLACES = [
     {}, {"scope": "masked"}, {"scope": "committed", "steps": [1, 3]}, {"scope": ("prompt", "committed"), "steps": [2]},
     {"positions": [0, 5]}, {"scope": "prompt", "positions": [1, -1], "steps": [0, -1]},

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from building import left_padding
 from gpu.agreement import near
-from gpu.samples import left_padding
 from torch import Tensor
 
 from sinklens.hooks.attention import column_sums, trust

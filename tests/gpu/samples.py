@@ -48,10 +48,3 @@ def random_model(
 def random_ids(batch: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:
     """Reproducible random token ids, without the last id of the vocabulary."""
     return torch.randint(0, vocabulary - 1, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
-def left_padding(batch: int, length: int, padded: int) -> Tensor:
-    """An attention mask whose first row begins with padding."""
-    real = torch.ones(batch, length, dtype=torch.bool)
-    real[0, :padded] = False
-    return real

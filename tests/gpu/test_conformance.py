@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from building import left_padding
 from gpu import samples
 from gpu.agreement import EXACT, near, near_logits, same_tokens
 from stored.folders import ReferenceFolder, StoredRun
@@ -35,7 +36,7 @@ def _logits(model: Model, ids: Tensor, real: Tensor) -> Tensor:
 def test_shipped(name: str, dtype: torch.dtype, device: torch.device, finding: Callable[..., None]) -> None:
     """{name}, {dtype}, padded batch"""
     exact = samples.shipped(name, CPU, torch.float64)
-    ids, real = samples.random_ids(3, 65, min(exact.cfg.d_vocab, 600)), samples.left_padding(3, 65, 5)
+    ids, real = samples.random_ids(3, 65, min(exact.cfg.d_vocab, 600)), left_padding(3, 65, 5)
     found = _logits(samples.shipped(name, device, dtype), ids, real)
     finding(near_logits(found, _logits(exact, ids, real), dtype))
 
@@ -52,7 +53,7 @@ def test_random(
     architecture: str, order: str, d_head: int, dtype: torch.dtype, device: torch.device, finding: Callable[..., None]
 ) -> None:
     """random {architecture}, {order}, heads of {d_head}, {dtype}"""
-    ids, real = samples.random_ids(2, 127), samples.left_padding(2, 127, 9)
+    ids, real = samples.random_ids(2, 127), left_padding(2, 127, 9)
     exact = samples.random_model(architecture, order == "causal", CPU, torch.float64, d_head)
     found = samples.random_model(architecture, order == "causal", device, dtype, d_head)
     finding(near_logits(_logits(found, ids, real), _logits(exact, ids, real), dtype))

@@ -47,23 +47,14 @@ def test_a_routing_rule_equals_transformers_router_bit_for_bit(rule, architectur
     assert torch.equal(ROUTING[rule].weigh(router, logits, chosen), weights)
 
 
-def ablate(weights: Tensor) -> Tensor:
-    """No weight for the first of the chosen experts."""
-    return torch.cat([torch.zeros_like(weights[..., :1]), weights[..., 1:]], dim=-1)
-
-
-def next_expert(indices: Tensor) -> Tensor:
-    return (indices + 1) % 6
-
-
 def without_the_best(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits == logits.amax(dim=-1, keepdim=True), -torch.inf)
 
 
 EDITS = {
     "hook_router_logits": lambda logits: logits.flip(-1),
-    "hook_expert_indices": next_expert,
-    "hook_expert_weights": ablate,
+    "hook_expert_indices": lambda indices: (indices + 1) % 6,
+    "hook_expert_weights": lambda weights: torch.cat([torch.zeros_like(weights[..., :1]), weights[..., 1:]], dim=-1),
     "hook_expert_out": lambda out: out.flip(-2) * 0.7,
 }
 
@@ -102,12 +93,27 @@ def test_a_softmax_router_avoids_experts_with_minus_infinity():
     close(*edited("qwen3_moe", False, name, without_the_best))
 
 
-@pytest.mark.parametrize("outside", [-1, 6])
-def test_an_expert_that_does_not_exist_is_refused(outside):
-    with pytest.raises(
-        SettingError, match=rf"blocks\.1\.mlp\.hook_expert_indices was set to {outside}, but the layer has 6 experts"
-    ):
-        edited("qwen3_moe", False, f"{MLP}.hook_expert_indices", lambda value: torch.full_like(value, outside))
+REFUSED = [
+    *(
+        (
+            lambda outside=outside: edited(
+                "qwen3_moe", False, f"{MLP}.hook_expert_indices", lambda value: torch.full_like(value, outside)
+            ),
+            rf"blocks\.1\.mlp\.hook_expert_indices was set to {outside}, but the layer has 6 experts",
+        )
+        for outside in (-1, 6)
+    ),
+    (
+        lambda: shared_model("qwen3_moe").tree.W_in,
+        "the MLP of layer 1 is a mixture of experts, so it has no W_gate, W_in",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_experts_and_weights_that_do_not_exist_are_refused(call, text):
+    with pytest.raises(SettingError, match=text):
+        call()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -159,9 +165,7 @@ def test_transformerlens_4_spellings_mean_the_router_or_the_gate_by_layer(spelli
     assert shared_model("qwen3_moe").tree.resolve(spelling) == point
 
 
-def test_weights_of_an_mlp_are_refused_and_the_missing_bias_is_zero():
+def test_the_missing_bias_is_zero():
     model = random_model("qwen3_moe")
-    with pytest.raises(SettingError, match="the MLP of layer 1 is a mixture of experts, so it has no W_gate, W_in"):
-        model.tree.W_in  # noqa: B018
     assert torch.equal(model.tree.b_out, torch.zeros(3, SIZES["hidden_size"]))
     close(model.tree.accumulated_bias(3), torch.zeros(SIZES["hidden_size"]))

@@ -63,11 +63,6 @@ def test_padding_on_the_left_does_not_move_the_positions(model, ids):
     assert largest_difference(model(padded, attention_mask=real)[:, 3:], model(ids)) < 1e-4
 
 
-def test_a_table_of_positions_is_never_exceeded(model):
-    with pytest.raises(PromptError, match=r"no embedding for further positions"):
-        model(torch.full((1, model.cfg.n_ctx + 1), 3), allow_longer=True)
-
-
 def test_weights_multiply_from_the_right_as_in_transformer_lens(reference, model, ids):
     _, points = model.run_with_cache(ids)
     for layer in range(SIZES["n_layer"]):
@@ -120,14 +115,31 @@ def test_a_direct_path_is_what_the_changed_stream_gives(model, ids):
     assert float(found["effect"].squeeze()) == pytest.approx(moved, abs=1e-3)
 
 
-def test_what_a_rotation_would_need_is_refused(model):
-    with pytest.raises(SettingError, match="a gpt2 model does not rotate queries and keys"):
-        rotations(model.tree, torch.arange(2))
+CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
 
 
 def test_the_public_size_is_that_of_gpt2_small():
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
-    empty = build_empty(translate(config, family_named("gpt2"), "gpt2"))
+    empty = build_empty(translate(CONFIG, family_named("gpt2"), "gpt2"))
     assert sum(value.numel() for value in empty.parameters()) == 124_439_808
-    with pytest.raises(CheckpointError, match="has add_cross_attention = True; the gpt2 family can express only False"):
-        translate({**config, "add_cross_attention": True}, family_named("gpt2"), "gpt2")
+
+
+@pytest.mark.parametrize(("call", "error", "text"), [
+    (
+        lambda model: model(torch.full((1, model.cfg.n_ctx + 1), 3), allow_longer=True),
+        PromptError,
+        "no embedding for further positions",
+    ),
+    (
+        lambda model: rotations(model.tree, torch.arange(2)),
+        SettingError,
+        "a gpt2 model does not rotate queries and keys",
+    ),
+    (
+        lambda model: translate({**CONFIG, "add_cross_attention": True}, family_named("gpt2"), "gpt2"),
+        CheckpointError,
+        "has add_cross_attention = True; the gpt2 family can express only False",
+    ),
+])  # fmt: skip
+def test_what_the_architecture_does_not_have_is_refused(model, call, error, text):
+    with pytest.raises(error, match=text):
+        call(model)

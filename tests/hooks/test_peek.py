@@ -64,15 +64,15 @@ def test_a_failed_peek_leaves_the_model_unchanged(monkeypatch):
     assert torch.equal(model(ids), before)
 
 
-def test_a_peek_at_unknown_or_sampler_points_or_inside_another_peek_is_refused(monkeypatch):
-    model, ids = shared_model(), random_ids()
-    with pytest.raises(HookNameError, match=r"'hook_embd'\. Nearest: hook_embed"):
-        model.tree.peek(ids, None, ["hook_embd"])
-    with pytest.raises(HookNameError, match=r"'denoise\.hook_logits' belongs to the sampler; a single pass does not"):
-        model.tree.peek(ids, None, ["hook_embed", "denoise.hook_logits"])
-    monkeypatch.setattr(model.tree.watch, "peeked", {})
-    with pytest.raises(SinklensError, match="another peek is running; call peek after it returns"):
-        model.tree.peek(ids, None, ["hook_embed"])
+@pytest.mark.parametrize(("names", "peeked", "error", "text"), [
+    (["hook_embd"], None, HookNameError, r"'hook_embd'\. Nearest: hook_embed"),
+    (["hook_embed", "denoise.hook_logits"], None, HookNameError, r"'denoise\.hook_logits' belongs to the sampler"),
+    (["hook_embed"], {}, SinklensError, "another peek is running; call peek after it returns"),
+])  # fmt: skip
+def test_a_peek_at_unknown_or_sampler_points_or_inside_another_peek_is_refused(monkeypatch, names, peeked, error, text):
+    monkeypatch.setattr(shared_model().tree.watch, "peeked", peeked)
+    with pytest.raises(error, match=text):
+        shared_model().tree.peek(random_ids(), None, names)
 
 
 # --- masks that are read but not changed -------------------------------------------------------------------------

@@ -81,8 +81,6 @@ def test_composition_scores_are_the_ratio_of_norms(mode):
         expected = (ov[left] @ read).norm() / (ov[left].norm() * read.norm())
         close(scores[(*left, *right)], expected)
     assert (scores[1, :, :2] == 0).all()
-    with pytest.raises(SettingError, match="mode must be one of 'Q', 'K' and 'V'; got 'X'"):
-        model.all_composition_scores("X")
 
 
 def test_biases_add_up_by_layer():
@@ -93,8 +91,6 @@ def test_biases_add_up_by_layer():
     close(model.accumulated_bias(2), attn[0] + mlp[0] + attn[1] + mlp[1])
     close(model.accumulated_bias(1, mlp_input=True), attn[0] + mlp[0] + attn[1])
     close(model.accumulated_bias(3, include_mlp_biases=False), attn[0] + attn[1] + attn[2])
-    with pytest.raises(SettingError, match="layer 3 has no MLP; mlp_input=True takes layers 0 to 2"):
-        model.accumulated_bias(3, mlp_input=True)
 
 
 # Attributions
@@ -105,7 +101,8 @@ def test_biases_add_up_by_layer():
 )
 def test_attributions_of_all_components_add_up_to_the_logits(make):
     model, ids = make(), random_ids()
-    cache, plain = model.run_with_cache(ids)[1], plain_logits(model, ids)
+    cache = model.run_with_cache(ids)[1]
+    plain = plain_pass(model, ids).logits + model.b_U if model.b_O.sum() == 0 else model.tree.hf(ids).logits
     stack = cache.decompose_resid()
     answers = torch.tensor([3, 17])
     for tokens, column in [(7, plain[..., 7]), (answers, torch.stack([plain[0, :, 3], plain[1, :, 17]]))]:
@@ -115,10 +112,6 @@ def test_attributions_of_all_components_add_up_to_the_logits(make):
     close(each.sum(0) + model.b_U[ids], plain.gather(-1, ids[..., None])[..., 0])
     last = cache.logit_attrs(cache.decompose_resid(pos_slice=-1), 7, incorrect_tokens=9, pos_slice=-1)
     close(last.sum(0) + model.b_U[7] - model.b_U[9], plain[:, -1, 7] - plain[:, -1, 9])
-
-
-def plain_logits(model, ids):
-    return plain_pass(model, ids).logits + model.b_U if model.b_O.sum() == 0 else model.tree.hf(ids).logits
 
 
 @pytest.mark.fast_cases(4)
@@ -206,11 +199,30 @@ def test_a_text_that_is_one_token_names_its_direction(tmp_path):
         model.tree.to_single_token(" apples apples")
 
 
-def test_values_that_do_not_name_a_token_are_refused():
-    with pytest.raises(PromptError, match="'a' needs a tokenizer, and this model has none; give token ids"):
-        shared_model().tokens_to_residual_directions("a")
-    for given in (True, 1.5, [1, 2]):
-        with pytest.raises(
-            SettingError, match=f"tokens must be a text, an id or a tensor of ids; got {type(given).__name__}"
-        ):
-            shared_model().tokens_to_residual_directions(given)
+REFUSED = [
+    (lambda model: model.all_composition_scores("X"), SettingError, "mode must be one of 'Q', 'K' and 'V'; got 'X'"),
+    (
+        lambda model: model.accumulated_bias(3, mlp_input=True),
+        SettingError,
+        "layer 3 has no MLP; mlp_input=True takes layers 0 to 2",
+    ),
+    (
+        lambda model: model.tokens_to_residual_directions("a"),
+        PromptError,
+        "'a' needs a tokenizer, and this model has none; give token ids",
+    ),
+    *(
+        (
+            lambda model, given=given: model.tokens_to_residual_directions(given),
+            SettingError,
+            f"tokens must be a text, an id or a tensor of ids; got {type(given).__name__}",
+        )
+        for given in (True, 1.5, [1, 2])
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_modes_layers_and_tokens_that_do_not_exist_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call(shared_model())

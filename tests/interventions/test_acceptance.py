@@ -30,11 +30,6 @@ def base(gemma):
     return sinklens.generate(gemma, PROMPTS, **SETTINGS)
 
 
-def canvas_columns(step):
-    """Columns of the canvas of a step; the first four steps work on the first canvas."""
-    return slice(PROMPT, PROMPT + 8) if step < 4 else slice(PROMPT + 8, LENGTH)
-
-
 def run_with(gemma, *interventions, prompts=PROMPTS, seed=0):
     """A run, and what its sampler drew and would have accepted at each step: [step][point]."""
     seen = [{} for _ in range(STEPS)]
@@ -91,7 +86,7 @@ def test_chosen_positions_get_the_noise_of_the_step(gemma, form):
     run, seen = run_with(gemma, Renoise(**FORMS[form]))
     changed = 0
     for step in (0, 1, 2, 4, 5, 6):  # the last step of a canvas leaves other tokens
-        columns = canvas_columns(step)
+        columns = slice(PROMPT, PROMPT + 8) if step < 4 else slice(PROMPT + 8, LENGTH)  # two canvases of four steps
         chosen = places_of(form, run, step)[:, columns] | (form == "everywhere")
         chosen = torch.from_numpy(chosen)
         own = seen[step]["hook_accepted"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from building import plain_pass, random_ids, shared_model
-from watching import PADDED, SHORT, unwatched, watch
+from watching import PADDED, SHORT, Z, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.experiments import donors
@@ -11,7 +11,6 @@ from sinklens.interventions import Ablate, AblateHeads
 
 HEADS = [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
-Z = "blocks.1.attn.hook_z"
 
 
 @pytest.fixture(scope="module")

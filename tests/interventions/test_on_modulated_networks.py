@@ -128,10 +128,6 @@ def frozen(step):
     return {name: lambda _, name=name: step.before[1][name] for name in names} if len(step.before) > 1 else {}
 
 
-def direction(model):
-    return torch.linspace(-1, 1, model.cfg.d_model)
-
-
 THIRD = (torch.arange(9) == 2).view(1, 1, 1, 1, 9)  # [batch, step, layer, head, pos]
 CASES: dict[str, tuple[Any, Any]] = {
     "MaskSinks": (
@@ -154,7 +150,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "FreezePattern": (lambda model: FreezePattern(at=1), frozen),
     "Steer": (
-        lambda model: Steer(direction(model), 2.0, layers=[1]),
+        lambda model: Steer(torch.linspace(-1, 1, model.cfg.d_model), 2.0, layers=[1]),
         lambda step: {"blocks.1.hook_resid_pre": lambda x: x + 2.0 * torch.linspace(-1, 1, x.shape[-1])},
     ),
     "SinkToken": (

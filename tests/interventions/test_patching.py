@@ -4,7 +4,7 @@ import pytest
 import torch
 from building import EACH, random_ids, shared_model
 from transformer_lens import ActivationCache
-from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
+from watching import LONG, PADDED, Z, again, entered, logits_of, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.hooks.names import axes_of
@@ -13,7 +13,6 @@ from sinklens.interventions import Activations, MaskKeys, PatchHooks
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
 OTHER = "w9 w8 w7 w6 w5 w4 w3"
-Z = "blocks.1.attn.hook_z"
 FEW = ["w1 w2 w3 w4"]
 
 

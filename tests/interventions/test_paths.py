@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from building import plain_pass, random_ids, random_model, shared_model
+from building import VARIANTS as MODELS
+from building import plain_pass, random_ids, shared_model
 from path_oracle import brute_force
 
 import sinklens
@@ -20,12 +21,6 @@ PATHS = [
     ("L1H3", "logits"),
     ("2_mlp_out", "logits"),
 ]
-MODELS = {
-    "biases": lambda: random_model("llama", attention_bias=True),
-    "grouped": lambda: shared_model("qwen2", True),
-    "normed": lambda: shared_model("qwen3"),
-    "experts": lambda: shared_model("glm4_moe"),
-}
 
 
 def close(found, expected):

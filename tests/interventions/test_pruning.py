@@ -195,10 +195,6 @@ def test_several_runs_add_up_and_conditioned_matrices_have_norms(worded):
     assert repr(found) == f"InputNorms(14 matrices, {7 * run.steps_run}.0 positions)"
 
 
-def other_run():
-    return sinklens.generate(random_model(), [[1, 2]], gen_length=4, steps=2, progress=False)
-
-
 REFUSED = [
     *(
         (lambda run, norms, share=share: PruneWeights(share), "share must be a number from 0 to 1; got")
@@ -221,7 +217,12 @@ REFUSED = [
     (lambda run, norms: input_norms(run, without=MeanPlusStd()), "without= reads the recorded sinks"),
     (lambda run, norms: input_norms(run, shuffled=1), "shuffled= moves the sinks of without="),
     (lambda run, norms: input_norms(run, without=0.5), r"without must be MeanPlusStd\(\.\.\.\)"),
-    (lambda run, norms: input_norms([run, other_run()]), "all runs must be of one loaded model"),
+    (
+        lambda run, norms: input_norms(
+            [run, sinklens.generate(random_model(), [[1, 2]], gen_length=4, steps=2, progress=False)]
+        ),
+        "all runs must be of one loaded model",
+    ),
 ]
 
 

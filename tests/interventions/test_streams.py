@@ -49,23 +49,28 @@ def test_a_direction_is_taken_after_the_hooks_that_plant_a_behavior(worded):
 
 
 REFUSED = [
-    (lambda: Steer(torch.ones(25)), r"direction must have shape \[24\] or \[3, 24\]; got \[25\]"),
-    (lambda: Steer(torch.zeros(24), mode="set"), "mode='set' needs a direction that is not zero"),
-    (lambda: Steer(DIRECTION, mode="mul"), "mode must be one of add, project_out, set; got 'mul'"),
     (
-        lambda: Steer(DIRECTION, point="hook_embed"),
+        lambda model: watch(model, [LONG], [Steer(torch.ones(25))]),
+        r"direction must have shape \[24\] or \[3, 24\]; got \[25\]",
+    ),
+    (
+        lambda model: watch(model, [LONG], [Steer(torch.zeros(24), mode="set")]),
+        "mode='set' needs a direction that is not zero",
+    ),
+    (lambda model: Steer(DIRECTION, mode="mul"), "mode must be one of add, project_out, set; got 'mul'"),
+    (
+        lambda model: Steer(DIRECTION, point="hook_embed"),
         "point must be one of hook_resid_pre, hook_resid_mid, hook_resid_post",
+    ),
+    (
+        lambda model: difference_of_means(model, [LONG], [LONG], where="newline", gen_length=2),
+        "the runs of the positive prompts have no position at where='newline'",
     ),
 ]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("make", "text"), REFUSED)
-def test_directions_and_dimensions_that_do_not_fit_are_rejected(worded, make, text):
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_directions_and_places_that_do_not_fit_are_rejected(worded, call, text):
     with pytest.raises(SettingError, match=text):
-        watch(worded(), [LONG], [make()])
-
-
-def test_a_direction_needs_positions_of_its_kind(worded):
-    with pytest.raises(SettingError, match="the runs of the positive prompts have no position at where='newline'"):
-        difference_of_means(worded(), [LONG], [LONG], where="newline", gen_length=2)
+        call(worded())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import PADDED, compared, entered, stacked, unwatched, watch
+from watching import PADDED, Z, compared, entered, stacked, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -25,7 +25,6 @@ from sinklens.sinks import EpsilonOverMean, StrongestKeys, TopK
 WAYS = [("llama", False, {}), ("dream", False, {}), ("sdar", False, {}), ("qwen3", True, {}),
         ("qwen3", True, {"use_cache": False})]  # fmt: skip
 FORMS = ["array", "state", "positions and an array", "detector", "of one head"]
-Z = "blocks.1.attn.hook_z"
 
 
 def random_places(run):
@@ -68,11 +67,6 @@ def places_of_step(form, marked, run, step, before):
     return found
 
 
-def zeroed(z, places):
-    """`z` with zeros at places [batch, head, pos]."""
-    return z.masked_fill(places.transpose(1, 2)[..., None], 0.0)
-
-
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "form"),
@@ -97,7 +91,10 @@ def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, 
         own = (torch.arange(entered(run, step)[0].shape[1]) - run.prompt_length + 1).clamp(min=0)
         places = [kept[int(one) if causal else step][..., column] for column, one in enumerate(own)]
         places = torch.stack(places, dim=-1)
-        return {f"blocks.{layer}.attn.hook_z": lambda z, at=places[layer]: zeroed(z, at) for layer in range(3)}
+        return {
+            f"blocks.{layer}.attn.hook_z": lambda z, at=at: z.masked_fill(at.transpose(1, 2)[..., None], 0.0)
+            for layer, at in enumerate(places)
+        }
 
     for step, plain in compared(watched, edits):
         before = stacked(plain, "hook_pattern")
@@ -253,8 +250,6 @@ def test_a_single_pass_takes_an_array(worded):
     expected = plain[Z].clone()
     expected[:, 2] = 0
     torch.testing.assert_close(seen["z"], expected, atol=1e-5, rtol=0)
-    with pytest.raises(SettingError, match="where has 4 positions, and the pass 3; give one for each"):
-        model.run_with_hooks(ids[:, :3], fwd_hooks=ablate.hooks_for(model))
 
 
 FALSE = torch.zeros(2, 4, 3, 6, 15, dtype=torch.bool)
@@ -314,6 +309,12 @@ REFUSED = [
     (
         lambda worded: MaskSinks(top_k=1, where="prompt"),
         "pass one of top_k, detector and where; got where and top_k.* With where=, the other settings belong in it",
+    ),
+    (
+        lambda worded: worded().run_with_hooks(
+            torch.tensor([[5, 6, 7]]), fwd_hooks=AblateHeads(where=FALSE[:1, :1, :, :1, :4]).hooks_for(worded())
+        ),
+        "where has 4 positions, and the pass 3; give one for each",
     ),
     (lambda worded: Where(), "pass either top_k, a number of keys per head, or detector; got top_k=None"),
 ]

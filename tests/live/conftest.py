@@ -12,8 +12,6 @@ from sinklens.live import Lab
 from sinklens.live.execution import LiveRun
 from sinklens.runs import Generation
 
-SHORT = {"gen_length": 8}
-
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from lab_page import PROMPT, SHORT
 
 import sinklens
 from sinklens.experiments import effect
@@ -11,9 +12,6 @@ from sinklens.interventions import AblateHeads
 from sinklens.live import problems
 from sinklens.live.problems import stated_number
 from sinklens.live.thread import ModelThread
-
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
-SHORT = {"gen_length": 8}
 
 
 def tried(client, run: str, **body) -> list[dict]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from building import random_hf
 from lab_client import Client
+from lab_page import PROMPT
 
 import sinklens
 from sinklens.errors import SinklensError
@@ -29,8 +30,6 @@ from sinklens.live.outcome import ARRAYS, RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.session import LabModel, Session
 from sinklens.live.spec import RunSpec
-
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 from lab_client import unpacked
-from lab_page import PROMPT
+from lab_page import PROMPT, SHORT
 
 import sinklens
 from sinklens.experiments import LogitLens, logit_lens
 from sinklens.interventions import AblateHeads, MaskedLogits
 
 ABLATED = [{"kind": "ablate_head", "layer": 1, "head": 5}]
-SHORT = {"gen_length": 8}
 POS = 27
 
 

@@ -14,15 +14,13 @@ from sinklens.live.refusal import Refused
 from sinklens.sinks import Record
 from sinklens.views import pattern_at
 from sinklens.views.report_data import Numbers
-from training import RECIPES, write_untrained
 
-TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
 PLACES = [(0, 1), (2, 1), (4, 1)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return sinklens.load(write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path_factory.mktemp("two")))
+def model(two_modes):
+    return sinklens.load(two_modes)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from building import random_hf
-from lab_page import MENU, PROMPT, Page, shown_at_end
+from lab_page import MENU, PROMPT, shown_at_end, visited
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -267,8 +267,7 @@ def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path
     words = [f"<img/src=x/onerror=window.bad={n}>" for n in range(3, 60)]
     monkeypatch.setattr(layouts, "WORDS", ["<pad>", "<s>", "</s>", *words, "<mask>"])
     model = sinklens.load(random_hf("llama"), tokenizer=layouts.word_tokenizer(tmp_path / "words"))
-    with sinklens.lab(model) as lab:
-        page = Page(browser, lab)
+    with visited(browser, model) as page:
         page.run(" ".join(words[:5]), gen_length=8)
         assert set(page.tokens()) <= {*words, "<pad>", "<s>", "</s>", "<mask>", "░"}
         page.go_to(0)
@@ -280,7 +279,5 @@ def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path
         assert browser.js("return [window.bad, document.images.length]") == [None, 0]
         asked = [unquote(address) for address in browser.requests()]
         assert asked
-        assert [address for address in asked if not address.startswith(lab.address)] == []
+        assert [address for address in asked if not address.startswith(page.lab.address)] == []
         page.quiet()
-        page.fresh()
-        browser.driver.get("about:blank")

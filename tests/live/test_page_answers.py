@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from lab_page import PROMPT, Page
+from lab_page import PROMPT, visited
 
 import sinklens
 from sinklens.experiments import effect
@@ -70,8 +70,7 @@ def test_the_sinks_of_all_heads_are_held_from_the_menu(page, browser, tiny_llada
 
 def test_two_models_are_compared_in_words(browser, plain):
     tiny_dream = sinklens.load("tiny-dream")
-    with sinklens.lab(sinklens.load("tiny-llada"), compare=[sinklens.load("tiny-dream")]) as lab:
-        page = Page(browser, lab)
+    with visited(browser, sinklens.load("tiny-llada"), compare=[sinklens.load("tiny-dream")]) as page:
         page.run()
         browser.choose("model-b", tiny_dream.name)
         page.compared()
@@ -93,5 +92,3 @@ def test_two_models_are_compared_in_words(browser, plain):
             assert [value for _, value in listed] == pytest.approx(sorted(mean, reverse=True)[: len(listed)], abs=0.006)
             assert all(mean[at] == pytest.approx(value, abs=0.006) for at, value in listed)
         page.quiet()
-        page.fresh()
-        browser.driver.get("about:blank")

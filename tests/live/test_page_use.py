@@ -1,7 +1,7 @@
 """The page in use: the first visit, what a failed request leaves, the history, links, sizes and colors of text."""
 
 import pytest
-from lab_page import Page, shown_at_end
+from lab_page import shown_at_end, visited
 
 import sinklens
 from sinklens.errors import SinklensError
@@ -85,8 +85,7 @@ def test_a_failed_request_clears_its_panel_and_says_why(browser, monkeypatch):
             return real(spec, outcome, model, *rest)
 
         monkeypatch.setattr(reading, name, refuse)
-    with sinklens.lab("tiny-llada", compare=["tiny-canvas"]) as lab:
-        page = Page(browser, lab)
+    with visited(browser, "tiny-llada", compare=["tiny-canvas"]) as page:
         page.run()
         browser.choose("layer", 2)
         browser.wait("return document.querySelectorAll('#keys li').length > 5")
@@ -110,13 +109,10 @@ def test_a_failed_request_clears_its_panel_and_says_why(browser, monkeypatch):
             "return document.getElementById('attention-why').hidden && document.querySelectorAll('#keys li').length > 5"
         )
         assert browser.text("title").startswith("tiny-llada")
-        page.fresh()
-        browser.driver.get("about:blank")
 
 
 def test_the_first_visit_offers_a_run_and_run_b_waits_for_a(browser, tiny_llada):
-    with sinklens.lab(sinklens.load("tiny-llada")) as lab:
-        page = Page(browser, lab)
+    with visited(browser, sinklens.load("tiny-llada")) as page:
         prompt = browser.js("return document.getElementById('prompt').value")
         assert prompt.startswith("Question:")
         browser.choose("add-kind", "ablate_head")
@@ -145,8 +141,6 @@ def test_the_first_visit_offers_a_run_and_run_b_waits_for_a(browser, tiny_llada)
         browser.js("document.querySelector('#tokens .more').click()")
         assert browser.js(f"return {TOKENS}.every(n => n.offsetWidth > 0)")
         page.quiet()
-        page.fresh()
-        browser.driver.get("about:blank")
 
 
 def test_the_history_can_be_filtered_and_undone(page, browser):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lab_client import Client, unpacked
+from lab_page import PROMPT, SHORT
 from torch import Tensor
 
 import sinklens
@@ -25,8 +26,6 @@ from sinklens.live.chips import CHIPS
 from sinklens.live.execution import LiveRun
 from sinklens.sinks import Record
 
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
-SHORT = {"gen_length": 8}
 ABLATED = [AblateHeads(layers=[1], heads=[5])]
 CHANGES = {
     "ablate_head": ({"layer": 1, "head": 2, "by": "mean", "steps": [1, 3]},

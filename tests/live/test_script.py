@@ -3,11 +3,11 @@
 import runpy
 
 import pytest
+from lab_page import PROMPT
 
 from sinklens.live.script import script
 from sinklens.live.spec import RunSpec
 
-PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 LOADING = {"m": "sinklens.load('m')", "n": "sinklens.load('n', dtype='bfloat16')"}
 
 

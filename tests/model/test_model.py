@@ -92,16 +92,12 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
     assert torch.equal(model(ids), shared_model()(ids))
 
 
-def read_backwards(model, ids):
-    with model.trace(ids):
-        model.blocks[1].hook_resid_mid.output  # noqa: B018
-        model.blocks[0].hook_resid_mid.output  # noqa: B018
-
-
 def test_requesting_a_point_that_the_pass_has_left_is_an_error():
     model, ids = shared_model(), random_ids()
     with pytest.raises(OutOfOrderError, match=r"blocks\.0\.hook_resid_mid\.output\S* was requested"):
-        read_backwards(model, ids)
+        with model.trace(ids):
+            model.blocks[1].hook_resid_mid.output  # noqa: B018
+            model.blocks[0].hook_resid_mid.output  # noqa: B018
     assert not any(point.watched for point in model.tree.hook_dict.values())
 
 
@@ -212,17 +208,14 @@ def test_rows_of_an_invoke_are_counted_in_every_form_of_prompt(tiny_llada, first
     torch.testing.assert_close(other[:, -2:], tiny_llada(torch.tensor([[77, 8]])), atol=1e-4, rtol=1e-4)
 
 
-def invoke_with_a_typo(model):
-    with model.trace() as tracer:
-        with tracer.invoke(random_ids(1, 5), attention_maks=torch.ones(1, 5)):
-            model.output  # noqa: B018
-        with tracer.invoke(random_ids(1, 8)):
-            model.output  # noqa: B018
-
-
 def test_an_invoke_with_an_unknown_argument_is_an_error():
+    model = shared_model()
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_maks'"):
-        invoke_with_a_typo(shared_model())
+        with model.trace() as tracer:
+            with tracer.invoke(random_ids(1, 5), attention_maks=torch.ones(1, 5)):
+                model.output  # noqa: B018
+            with tracer.invoke(random_ids(1, 8)):
+                model.output  # noqa: B018
 
 
 def test_an_edit_in_place_acts_in_every_trace_until_it_is_cleared():

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from asked import PROMPTS
 from by_hand import Change, Network
 
 import sinklens
 from sinklens.sinks import Broadcast, EpsilonOverMean, NoOp, Record
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 NETWORK = Network("tiny-llada")
 
 

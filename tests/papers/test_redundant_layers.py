@@ -3,20 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from asked import PROMPTS
 from by_hand import MASK, Change, Network
 
 import sinklens
 from sinklens.experiments import sweep
 from sinklens.interventions import SkipLayers
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 SETTINGS = {"tiny-llada": {"steps": 8}, "tiny-dream": {"steps": 8}, "tiny-llama": {"gen_length": 8}}
-
-
-def decoded(network):
-    """The prompts in 8 steps, by hand."""
-    return [network.decode(network.encode(prompt), steps=8) for prompt in PROMPTS]
 
 
 def cost(network, run, layer):
@@ -35,10 +29,10 @@ def cost(network, run, layer):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_costs_are_those_of_the_weights(name):
     model, network = sinklens.load(name), Network(name)
-    runs, settings = decoded(network), SETTINGS[name]
+    runs = [network.decode(network.encode(prompt), steps=8) for prompt in PROMPTS]
     layers = range(network.layers)
     skips = {str(layer): SkipLayers(layers=[layer]) for layer in layers}
-    found = sweep(model, PROMPTS, skips, replay=True, **settings)["kl"]
+    found = sweep(model, PROMPTS, skips, replay=True, **SETTINGS[name])["kl"]
     expected = np.array([[cost(network, run, layer) for run in runs] for layer in layers])
     assert expected.shape == found.shape == (4, 3, 8)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)

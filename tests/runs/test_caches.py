@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from asked import TWO as PROMPTS
 from transformer_lens import ActivationCache
 
 import sinklens
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(2)]
 PROMPT = PROMPTS[0]
 RESID, Z, MLP = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.hook_mlp_out"
 SHORT = {"gen_length": 6, "record_sinks": False}

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from asked import WORDS as PROMPTS
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.sinks import Record
 
-PROMPTS = ["one two three four five six", "seven eight nine"]
 SETTINGS = {"gen_length": 6, "cfg_scale": 0.5}
 
 
@@ -46,16 +46,19 @@ def test_scores_are_sums_of_the_chosen_real_rows_and_logits_do_not_change(worded
         np.testing.assert_allclose(score, (pattern.numpy() * counted[:, step, None, :, None]).sum(axis=2), atol=1e-5)
 
 
-def test_queries_that_do_not_fit_are_refused(worded, queries):
-    model = worded("llama")
-    for wrong in (queries[0], queries.float(), [[True]]):
-        with pytest.raises(SettingError, match=r"queries must be a boolean array \[batch, step, pos\]; got"):
-            Record(queries=wrong)
-    with pytest.raises(SettingError, match=r"queries has 1 rows of .* positions, this run 2 of .*; give those of"):
-        sinklens.generate(model, PROMPTS, record_sinks=Record(queries=queries[:1]), **SETTINGS)
-    with pytest.raises(SettingError, match="has 3 steps, and the run goes on; give queries for more"):
-        sinklens.generate(model, PROMPTS, record_sinks=Record(queries=queries[:, :3]), **SETTINGS)
+OTHERS = "queries= is for bidirectional models without a cache policy"
+
+
+@pytest.mark.parametrize(("change", "causal", "given", "text"), [
+    *((change, False, SETTINGS, r"queries must be a boolean array \[batch, step, pos\]; got")
+      for change in (lambda queries: queries[0], lambda queries: queries.float(), lambda queries: [[True]])),
+    (lambda queries: queries[:1], False, SETTINGS, "queries has 1 rows of .* positions, this run 2 of .*; give those"),
+    (lambda queries: queries[:, :3], False, SETTINGS, "has 3 steps, and the run goes on; give queries for more"),
+    (lambda queries: queries, True, {"gen_length": 6}, OTHERS),
+    (lambda queries: queries, False, {"gen_length": 6, "cache": "dual"}, OTHERS),
+])  # fmt: skip
+def test_queries_that_do_not_fit_are_refused(worded, queries, change, causal, given, text):
+    model = worded("llama", causal)
+    with pytest.raises(SettingError, match=text):
+        sinklens.generate(model, PROMPTS, record_sinks=Record(queries=change(queries)), **given)
     assert model.tree.watch.forward_pass.counted is None
-    for other, given in ((worded("llama", True), {}), (model, {"cache": "dual"})):
-        with pytest.raises(SettingError, match="queries= is for bidirectional models without a cache policy"):
-            sinklens.generate(other, PROMPTS, gen_length=6, record_sinks=Record(queries=queries), **given)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from asked import TWO as PROMPTS
 from watching import masked_keys, watch
 
 import sinklens
@@ -11,9 +12,7 @@ from sinklens.errors import ControlWarning, SettingError
 from sinklens.experiments import compare, sweep
 from sinklens.interventions import MaskSinks, Where
 from sinklens.sinks import StrongestKeys
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(2)]
 FEW = {"gen_length": 8, "steps": 4, "record_sinks": False}
 EVERY_DIGIT = StrongestKeys(k=99, only="digit")  # no digit is weaker than all of them
 

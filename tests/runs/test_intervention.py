@@ -5,7 +5,7 @@ import pytest
 import torch
 from building import random_ids
 from planted_saes import random_sae
-from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
+from watching import LONG, PADDED, SHORT, Z, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
@@ -30,7 +30,6 @@ from sinklens.interventions import (
 from sinklens.runs.intervention import place_mask, within
 from sinklens.sinks import EpsilonOverMean, TopK
 
-Z = "blocks.1.attn.hook_z"
 OUTPUTS = torch.sin(torch.arange(8 * 2 * 6 * 4.0)).view(8, 1, 2, 6, 4)
 """Values for `Z`, at two positions in each of eight steps."""
 

@@ -6,15 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from asked import PROMPTS
 from building import random_ids, shared_model
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.sinks import Quantity, Record
 from sinklens.sinks.quantities import Outputs
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 ALL = Record(["values", "stream", "outputs"])
 POINTS = ("hook_v", "hook_resid_pre", "hook_z", "hook_pattern")
 

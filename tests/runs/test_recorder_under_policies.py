@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from asked import WORDS as PROMPTS
 
 import sinklens
 from sinklens.analyses.nulls import FixedQueries
@@ -13,7 +14,6 @@ from sinklens.sampling import DelayedCache, DualCache
 from sinklens.sinks import Record
 from sinklens.views import attention, pattern_at
 
-PROMPTS = ["one two three four five six", "seven eight nine"]
 SETTINGS = {"gen_length": 12, "block_length": 6, "seed": 1}
 ALL = Record(["values", "stream", "outputs"], patterns=[(3, 1), (9, 2)])
 

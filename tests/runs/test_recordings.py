@@ -105,12 +105,6 @@ def test_the_history_of_other_libraries_is_read_with_either_padding(worded):
             assert torch.equal(one.undecided, row.undecided)
             again = replay(model, one, record_sinks=False, progress=False)  # the settings are not known
             assert torch.equal(again.canvas[0], row.canvas)
-    with pytest.raises(SettingError, match="the first canvas must begin with prompt_ids"):
-        from_history(right, [[5, 6, 8], prompts[1]], model.mask_token_id, has_start=True, padding_side="right")
-    with pytest.raises(SettingError, match=r"history must hold canvases \[batch, pos\] of 2 prompts; got 0 canvases"):
-        from_history([], prompts, 60, has_start=True)
-    with pytest.raises(SettingError, match=r"may grow by blocks, but not shrink; their lengths are \[9, 8\]"):
-        from_history([right[0], right[1][:, :8]], prompts, 60, has_start=True)
     late = [run.canvas[:, 0], *run.canvas[:, 1:].unbind(1)]  # the first step decided nothing
     for one, row in zip(from_history(late, prompts, model.mask_token_id, has_start=False), rows, strict=True):
         assert torch.equal(one.canvas, torch.cat([row.canvas[:1], row.canvas]))
@@ -148,6 +142,17 @@ def test_the_history_of_bd3lm_is_replayed_without_its_padding(prompts, length, f
         assert torch.equal(one.canvas, canvas[row, :, end - len(prompt) :])
         again = replay(model, one, sampler="bd3lm", record_sinks=False, progress=False)
         assert torch.equal(again.canvas[0, :, again.prompt_length - len(prompt) :], one.canvas)
+
+
+@pytest.mark.parametrize(("lengths", "text"), [
+    ([5, 5], "the first canvas must begin with prompt_ids"),
+    ([], r"history must hold canvases \[batch, pos\] of 1 prompts; got 0 canvases"),
+    ([5, 4], r"may grow by blocks, but not shrink; their lengths are \[5, 4\]"),
+])  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_history_is_refused(lengths, text):
+    with pytest.raises(SettingError, match=text):
+        from_history([torch.full((1, length), 60) for length in lengths], [[5, 6]], 60, has_start=True)
 
 
 def test_what_is_no_recorded_run_is_refused_with_its_line(worded, tmp_path):

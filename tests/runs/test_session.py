@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from asked import PROMPT
 
 import sinklens
 from sinklens.errors import (
@@ -20,7 +21,6 @@ from sinklens.errors import (
 )
 from sinklens.tasks import held_out
 
-PROMPT = held_out(1)[0].prompt
 PATTERN, SCORES = "blocks.2.attn.hook_pattern", "blocks.0.attn.hook_sink_scores"
 RESID = "blocks.0.hook_resid_pre"
 BRIEF = {"gen_length": 8}  # settings of a run of 8 steps
@@ -424,6 +424,7 @@ def test_a_token_id_outside_the_vocabulary_is_named(request, model, name, token)
         ("a <|mdm_mask|> b", {}, PromptError, r"prompt 0 contains the mask token \(1\) at position 3"),
         (PROMPT * 5, {}, PromptError, r"has 128 positions, and a pass would need 1\d\d.*gen_length to at most \d+\)"),
         ([9] * 200, {}, PromptError, r"has 200 tokens and gen_length is 24: shorten the prompt by 96; .*allow_longer"),
+        (PROMPT, {"chat_template": True}, PromptError, r"no chat template. Leave chat_template \(--chat\) out; in Pyt"),
         (PROMPT, {"gen_length": 0}, SettingError, r"at least 1; got 0"),
         (PROMPT, {"block_length": 7}, SettingError, r"block_length 7 does not divide gen_length 24"),
         (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
@@ -450,9 +451,7 @@ def test_a_rotary_network_runs_beyond_its_context_if_asked(tiny_llada):
         assert torch.isfinite(tiny_llada(run.canvas[:, 1], allow_longer=True)).all()
 
 
-def test_a_missing_chat_template_is_an_error_and_a_given_one_is_applied(tiny_llada):
-    with pytest.raises(PromptError, match=r"no chat template. Leave chat_template \(--chat\) out; in Python"):
-        sinklens.generate(tiny_llada, PROMPT, chat_template=True)
+def test_a_given_chat_template_is_applied(tiny_llada):
     template = "{% for m in messages %}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
     problem = held_out(1)[0]
     run = sinklens.generate(tiny_llada, problem.question, chat_template=template, steps=1)

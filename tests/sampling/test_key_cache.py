@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from asked import WORDS as PROMPTS
 
 import sinklens
 from sinklens.sampling import DualCache, History, Policy
 from sinklens.sampling.key_cache import KeyCache
 
-PROMPTS = ["one two three four five six", "seven eight nine"]
 ANSWER = {"gen_length": 12, "block_length": 6, "steps": 8, "sampler": "llada"}
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 import xarray as xr
+from asked import WORDS as PROMPTS
 
 import sinklens
 from sinklens.runs.identity import fingerprint
 from sinklens.sampling import Keys, Planned
 
-PROMPTS = ["one two three four five six", "seven eight nine"]
 STEPS = 4
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from asked import WORDS as PROMPTS
 from building import plain_pass
 
 import sinklens
@@ -29,7 +30,6 @@ from sinklens.sampling import (
 from sinklens.sampling.policies import find_policy, policy_name
 from sinklens.sinks import Record, TopK
 
-PROMPTS = ["one two three four five six", "seven eight nine"]
 SETTINGS = {"llama": {"gen_length": 12, "block_length": 6}, "qwen3": {"gen_length": 12, "block_length": 6}}
 SETTINGS["dream"] = {"gen_length": 10}
 

@@ -1,10 +1,10 @@
 """A refresh in the middle of a block is a complete step like the block's first one."""
 
+from asked import WORDS as PROMPTS
+
 import sinklens
 from sinklens.sampling import KeepSinks, Refresh
 from sinklens.sinks import TopK
-
-PROMPTS = ["one two three four five six", "seven eight nine"]
 
 
 def test_keys_are_chosen_again_after_each_refresh_and_hidden_until_the_next(worded):

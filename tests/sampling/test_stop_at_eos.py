@@ -6,14 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from asked import PROMPTS
 from building import random_hf
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.hooks import HookTree
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 BLOCKS = {"gen_length": 24, "block_length": 8}
 
 
@@ -160,8 +159,18 @@ def test_autoregressive_rows_that_have_ended_leave_the_pass_and_the_cache_unless
     assert torch.equal(run.canvas, slow.canvas)
 
 
-def test_settings_under_which_no_row_could_end_are_refused(tiny_llada):
-    with pytest.raises(SettingError, match="logits_eos_inf never proposes the token that stop_at_eos waits for"):
-        generate(tiny_llada, stop_at_eos=True, logits_eos_inf=True)
-    with pytest.raises(SettingError, match="stop_at_eos needs an end-of-text token, and this model has none"):
-        sinklens.generate(sinklens.load(random_hf(eos_token_id=None)), [[1, 2]], gen_length=4, stop_at_eos=True)
+@pytest.mark.parametrize(("load", "given", "text"), [
+    (
+        lambda: sinklens.load("tiny-llada"),
+        {"logits_eos_inf": True},
+        "logits_eos_inf never proposes the token that stop_at_eos waits for",
+    ),
+    (
+        lambda: sinklens.load(random_hf(eos_token_id=None)),
+        {},
+        "stop_at_eos needs an end-of-text token, and this model has none",
+    ),
+])  # fmt: skip
+def test_settings_under_which_no_row_could_end_are_refused(load, given, text):
+    with pytest.raises(SettingError, match=text):
+        sinklens.generate(load(), [[5, 6]], gen_length=4, stop_at_eos=True, **given)

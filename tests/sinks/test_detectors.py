@@ -207,11 +207,6 @@ def test_a_detector_that_lacks_a_quantity_says_how_to_record_it(detector, variab
         track.detect(detector)
 
 
-def test_a_variable_without_a_built_in_quantity_is_described_in_words():
-    with pytest.raises(TrackError, match=r"holds no entropy\. .*record_sinks=Record\(\[a Quantity that fills it\]\)"):
-        made(False).track.need("entropy")
-
-
 @dataclass(frozen=True)
 class AboveTen(Detector):
     """The example of the module docstring."""
@@ -272,36 +267,6 @@ def test_a_threshold_just_below_the_maximum_is_met(detector, peak):
     assert track.detect(detector).sum() == 1
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: EpsilonOverMean(unit="Percent"), "unit must be one of sum, percent, fraction, visible; got 'Percent'"),
-        (lambda: MeanPlusStd(unit=["sum"]), r"unit must be one of sum, percent, fraction, visible; got \['sum'\]"),
-        (lambda: EpsilonOverMean(float("nan")), "epsilon must be a finite number; got nan"),
-        (lambda: EpsilonOverMean("3"), "epsilon must be a finite number; got '3'"),
-        (lambda: TopK(2.5), "k must be an integer; got 2.5"),
-        (lambda: TopK(True), "k must be an integer; got True"),
-        (
-            lambda: MeanPlusStd(over="head"),
-            "over must be a tuple that holds 'layer', 'head', both or neither; got 'head'",
-        ),
-        (lambda: MeanPlusStd(over=("layer", "batch")), r"over must be a tuple .* got \('layer', 'batch'\)"),
-        (lambda: SinkRate(share=10), "share must be a number from 0 to 1; got 10"),
-        (lambda: SmallValueNorm(0), "ratio must be a finite number above 0; got 0"),
-        (lambda: ResidualPeak(per="token"), "per must be one of position, channel; got 'token'"),
-        (lambda: NoOp(ratio=-1), "ratio must be a finite number above 0; got -1"),
-        (lambda: NoOp(among=EpsilonOverMean), "among must be a Detector; got <class"),
-        (lambda: StrongestKeys(sink=EpsilonOverMean), "sink must be a Detector; got <class"),
-        (lambda: Broadcast(rank=1), "rank must be a finite number above 1; got 1"),
-        (lambda: Broadcast(low=2, high=1), "low must not exceed high; got 2 and 1"),
-    ],
-)
-def test_invalid_thresholds_are_rejected(make, text):
-    with pytest.raises(SinklensError, match=text):
-        make()
-
-
 class OneLayer(Detector):
     def detect(self, track):
         return track.scores().isel(layer=0) > 1
@@ -312,19 +277,61 @@ class Strengths(Detector):
         return track.scores()
 
 
+REFUSED = [
+    *(
+        (make, SinklensError, text)
+        for make, text in (
+            (
+                lambda: EpsilonOverMean(unit="Percent"),
+                "unit must be one of sum, percent, fraction, visible; got 'Percent'",
+            ),
+            (lambda: MeanPlusStd(unit=["sum"]), r"unit must be one of sum, percent, fraction, visible; got \['sum'\]"),
+            (lambda: EpsilonOverMean(float("nan")), "epsilon must be a finite number; got nan"),
+            (lambda: EpsilonOverMean("3"), "epsilon must be a finite number; got '3'"),
+            (lambda: TopK(2.5), "k must be an integer; got 2.5"),
+            (lambda: TopK(True), "k must be an integer; got True"),
+            (
+                lambda: MeanPlusStd(over="head"),
+                "over must be a tuple that holds 'layer', 'head', both or neither; got 'head'",
+            ),
+            (lambda: MeanPlusStd(over=("layer", "batch")), r"over must be a tuple .* got \('layer', 'batch'\)"),
+            (lambda: SinkRate(share=10), "share must be a number from 0 to 1; got 10"),
+            (lambda: SmallValueNorm(0), "ratio must be a finite number above 0; got 0"),
+            (lambda: ResidualPeak(per="token"), "per must be one of position, channel; got 'token'"),
+            (lambda: NoOp(ratio=-1), "ratio must be a finite number above 0; got -1"),
+            (lambda: NoOp(among=EpsilonOverMean), "among must be a Detector; got <class"),
+            (lambda: StrongestKeys(sink=EpsilonOverMean), "sink must be a Detector; got <class"),
+            (lambda: Broadcast(rank=1), "rank must be a finite number above 1; got 1"),
+            (lambda: Broadcast(low=2, high=1), "low must not exceed high; got 2 and 1"),
+        )
+    ),
+    *(
+        (lambda detector=detector: planted([[1.0, 1.0]]).detect(detector), TrackError, text)
+        for detector, text in (
+            (EpsilonOverMean, r"a detector must be an instance such as EpsilonOverMean\(\)"),
+            ("TopK", r"a detector must be an instance such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
+            (OneLayer(), r"detect of OneLayer returned bool over .* it must return bool over .*'layer': 1"),
+            (Strengths(), "detect of Strengths returned float32 over"),
+        )
+    ),
+    *(
+        (
+            lambda detector=detector: MaskSinks(top_k=None, detector=detector),
+            TrackError,
+            r"a detector must be an instance",
+        )
+        for detector in (EpsilonOverMean, "TopK")
+    ),
+    (
+        lambda: made(False).track.need("entropy"),
+        TrackError,
+        r"holds no entropy\. .*record_sinks=Record\(\[a Quantity that fills it\]\)",
+    ),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("detector", "text"),
-    [
-        (EpsilonOverMean, r"a detector must be an instance such as EpsilonOverMean\(\)"),
-        ("TopK", r"a detector must be an instance such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
-        (OneLayer(), r"detect of OneLayer returned bool over .* it must return bool over .*'layer': 1"),
-        (Strengths(), "detect of Strengths returned float32 over"),
-    ],
-)
-def test_an_invalid_detector_is_rejected(detector, text):
-    with pytest.raises(TrackError, match=text):
-        planted([[1.0, 1.0]]).detect(detector)
-    if not isinstance(detector, Detector):
-        with pytest.raises(TrackError, match=text):
-            MaskSinks(top_k=None, detector=detector)
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_invalid_settings_and_detectors_and_missing_variables_are_rejected(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

@@ -278,15 +278,10 @@ def test_saving_to_an_unwritable_place_reports_it(tmp_path, suffix):
         planted([[1.0, 1.0]]).save(tmp_path / "file" / f"sinks{suffix}")
 
 
-def row_of(together, row, alone):
-    """One row of concatenated tracks, cut to the steps and positions of its original track."""
-    size, steps = alone.data.sizes["pos"], alone.data.sizes["step"]
-    return together.data.isel(batch=[row], step=slice(0, steps), pos=slice(-size, None))
-
-
 def assert_row(together, row, alone):
     """A row equals its original track, surrounded only by padding and missing steps."""
-    cut = row_of(together, row, alone)
+    size, steps = alone.data.sizes["pos"], alone.steps
+    cut = together.data.isel(batch=[row], step=slice(0, steps), pos=slice(-size, None))
     for name, values in alone.data.data_vars.items():
         expected = values.to_numpy()
         if name == "unmask_step":  # never decided: the current number of steps
@@ -294,7 +289,6 @@ def assert_row(together, row, alone):
         assert cut[name].dims == values.dims
         assert together.data[name].dtype == values.dtype
         np.testing.assert_array_equal(cut[name], expected, err_msg=str(name))
-    size, steps = alone.data.sizes["pos"], alone.steps
     before = together.data.isel(batch=row, pos=slice(0, -size))
     after = together.data.isel(batch=row, step=slice(steps, None))
     assert not before["is_real"].any()
@@ -373,28 +367,29 @@ def changed(**attrs):
     return SinkTrack(made(False, seed=1).track.data.assign_attrs(attrs))
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (lambda: changed(model="another"), r"same model; the first has 'made' and another 'another'\. Keep them"),
-        (lambda: changed(revision="v2"), r"same revision; the first has None and another 'v2'"),
-        (lambda: changed(settings='{"steps": 9}'), r"same settings; the first has '{}'"),
-        (lambda: changed(dtype="torch.bfloat16"), r"same dtype; the first has None and another 'torch\.bfloat16'"),
-        (lambda: changed(prompt_length=PROMPT - 1), r"same answer length; the first has 4 and another 5"),
-        (lambda: made(False, unlike=["value_norm"]).track, r"the same quantities; the first has .*'value_norm'"),
-        (lambda: made(False).track.isel(layer=1), r"same layers; the first has \[0, 1\] and another \[1\]"),
-        (lambda: made(False).track.isel(head=[0, 2]), r"same heads; the first has \[0, 1, 2\] and another \[0, 2\]"),
-        (
-            lambda: made(False).track.isel(step=slice(1, None)),
-            r"same steps; the first has \[0, 1\] and another \[1, 2\]",
-        ),
-    ],
-)
-def test_tracks_that_do_not_belong_together_are_rejected(other, text):
+UNLIKE = [
+    (lambda: changed(model="another"), r"same model; the first has 'made' and another 'another'\. Keep them"),
+    (lambda: changed(revision="v2"), r"same revision; the first has None and another 'v2'"),
+    (lambda: changed(settings='{"steps": 9}'), r"same settings; the first has '{}'"),
+    (lambda: changed(dtype="torch.bfloat16"), r"same dtype; the first has None and another 'torch\.bfloat16'"),
+    (lambda: changed(prompt_length=PROMPT - 1), r"same answer length; the first has 4 and another 5"),
+    (lambda: made(False, unlike=["value_norm"]).track, r"the same quantities; the first has .*'value_norm'"),
+    (lambda: made(False).track.isel(layer=1), r"same layers; the first has \[0, 1\] and another \[1\]"),
+    (lambda: made(False).track.isel(head=[0, 2]), r"same heads; the first has \[0, 1, 2\] and another \[0, 2\]"),
+    (
+        lambda: made(False).track.isel(step=slice(1, None)),
+        r"same steps; the first has \[0, 1\] and another \[1, 2\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tracks", "text"), [
+    *((lambda other=other: [made(False).track, other()], text) for other, text in UNLIKE),
+    (list, "there are no tracks to concatenate; pass at least one"),
+])  # fmt: skip
+def test_tracks_that_do_not_belong_together_are_rejected(tracks, text):
     with pytest.raises(TrackError, match=text):
-        SinkTrack.concat([made(False).track, other()])
-    with pytest.raises(TrackError, match=r"there are no tracks to concatenate; pass at least one"):
-        SinkTrack.concat([])
+        SinkTrack.concat(tracks())
 
 
 def test_concatenated_parts_keep_their_step_numbers():

@@ -1,14 +1,14 @@
 """Kinds and states of tokens, and measures based on them, against hand-made canvases and naive counts."""
 
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
+from planting import planted
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.sinks import Detector, EpsilonOverMean, TopK, build_track
+from sinklens.sinks import Detector, EpsilonOverMean, TopK
 from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, kinds, states, text_kind
 from sinklens.tasks import held_out
 
@@ -24,20 +24,10 @@ def canvas_track(token_id, prompt_length, score=None, real=None, texts=TEXTS):
     real = np.ones((batch, length), dtype=bool) if real is None else np.asarray(real)
     score = np.ones((batch, steps, 1, 1, length)) if score is None else np.asarray(score)
     exists = (real[:, None] & (token_id >= 0))[:, :, None, None]
-    return build_track(
-        np.where(exists, score, np.nan).astype(np.float32),
-        token_id,
-        (token_id == MASK) | (token_id < 0),
-        np.zeros(token_id.shape, dtype=bool),
-        real,
-        np.full((batch, length), -1),
-        {
-            "model": "planted",
-            "prompt_length": prompt_length,
-            "vocabulary": json.dumps({str(token): text for token, text in texts.items()}),
-            "special": json.dumps(SPECIAL),
-        },
-    )
+    return planted(
+        np.where(exists, score, np.nan), real=real, masked=(token_id == MASK) | (token_id < 0), token_id=token_id,
+        prompt_length=prompt_length, words=texts, special=SPECIAL,
+    )  # fmt: skip
 
 
 def random_track(seed=0):

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from math import nan as NAN
 
 import numpy as np
 import pandas as pd
@@ -11,26 +12,10 @@ from planting import planted
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.sinks import EpsilonOverMean, build_track, motion
+from sinklens.sinks import EpsilonOverMean, motion
 from sinklens.tasks import held_out
 
-NAN = float("nan")
 LOW = EpsilonOverMean(0.6)
-
-
-def built(score, real=None):
-    """A track from scores [batch, step, layer, head, pos]."""
-    batch, steps, _, _, length = score.shape
-    places = np.zeros((batch, steps, length), dtype=bool)
-    return build_track(
-        np.asarray(score, dtype=np.float32),
-        places.astype(np.int64),
-        places,
-        places,
-        np.ones((batch, length), dtype=bool) if real is None else np.asarray(real),
-        np.full((batch, length), -1),
-        {"model": "planted", "prompt_length": 1},
-    )
 
 
 def path(positions, length=8, strength=6.0):
@@ -40,7 +25,7 @@ def path(positions, length=8, strength=6.0):
         score[0, step] = 0.0 if position is None else score[0, step]
         if position is not None:
             score[0, step, 0, 0, position] = strength
-    return built(score)
+    return planted(score)
 
 
 def random_track(kind, seed):
@@ -58,7 +43,7 @@ def random_track(kind, seed):
     score[2, 4:] = NAN
     real = np.ones((3, 9), dtype=bool)
     real[1, :2] = False
-    return built(score, real)
+    return planted(score, real=real)
 
 
 RANDOM = [(kind, seed) for kind in ("diffusion", "autoregressive", "holes") for seed in range(3)]

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import xarray as xr
+from asked import PROMPTS
 from tracks import Killed, assert_equal, disk_full_beyond, killed_at_write
 
 import sinklens
@@ -16,9 +17,7 @@ from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.steps import StoredSteps
-from sinklens.tasks import held_out
 
-PROMPTS = [problem.prompt for problem in held_out(3)]
 QUANTITIES = ["values", "stream", "outputs"]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tracks import LENGTH, made, planted
 
 from sinklens.errors import TrackError
-from sinklens.sinks import SinkTrack, TopK, build_track
+from sinklens.sinks import SinkTrack, TopK
 
 MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
 both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -76,6 +76,16 @@ def test_ranks_match_a_sorted_list(causal):
         (lambda track: track.top(True), r"k must be between 1 and 4, the number of positions; got True"),
         (SinkTrack.concat, r"concat takes a list of tracks"),
         (lambda track: SinkTrack.concat([track, "track"]), r"concat takes a list of tracks"),
+        (lambda track: track["real"], r"no variable 'real'; it holds .*score.* Nearest: is_real"),
+        (lambda track: track["value_norm"], r"holds no value_norm\. Record it .*Record\(\['values'\]\)"),
+        (
+            lambda track: SinkTrack(track.data.drop_vars(["score", "is_real"])),
+            r"not a sink track: it lacks score, is_real",
+        ),
+        (
+            lambda track: planted(MOVING, value_norms=np.zeros((3, 4))),
+            r"unknown variables value_norms; known: value_norm, stream_peak, .*output_rank",
+        ),
         (lambda track: track.isel(pos=0), r"a track can be cut along batch, step, layer or head; got 'pos'"),
     ],
 )
@@ -108,21 +118,6 @@ def test_only_values_recorded_on_padding_are_masked():
     np.testing.assert_array_equal(needed["stream_median"], track.data["stream_median"])
 
 
-def test_a_track_is_built_from_known_variables_only():
-    arrays = [
-        np.zeros((1, 2, 1, 1, 3), np.float32),
-        *[np.zeros((1, 2, 3))] * 3,
-        np.ones((1, 3), bool),
-        np.zeros((1, 3)),
-    ]
-    with pytest.raises(
-        TrackError, match=r"unknown variables value_norms; known: value_norm, stream_peak, .*output_rank"
-    ):
-        build_track(*arrays, {"prompt_length": 1}, value_norms=np.zeros((1, 2, 1, 1, 3)))
-    with pytest.raises(TrackError, match=r"not a sink track: it lacks score, is_real"):
-        SinkTrack(build_track(*arrays, {"prompt_length": 1}).data.drop_vars(["score", "is_real"]))
-
-
 def test_a_track_returns_its_variables_by_name():
     track = made(False, unlike=["value_norm"]).track
     assert track["score"].identical(track.data["score"])
@@ -130,7 +125,3 @@ def test_a_track_returns_its_variables_by_name():
     assert ("score" in track, "is_real" in track, "value_norm" in track, "real" in track) == (True, True, False, False)
     assert set(track) == set(track.data.data_vars)
     assert all(getattr(track.data, name).identical(track[name]) for name in track)  # no method of xarray hides one
-    with pytest.raises(TrackError, match=r"no variable 'real'; it holds .*score.* Nearest: is_real"):
-        track["real"]
-    with pytest.raises(TrackError, match=r"holds no value_norm\. Record it .*Record\(\['values'\]\)"):
-        track["value_norm"]

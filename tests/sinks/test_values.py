@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from asked import TWO as PROMPTS
 from tracks import planted
 
 import sinklens
 from sinklens.sinks.values import values_at, written_norms
-from sinklens.tasks import held_out
-
-PROMPTS = [problem.prompt for problem in held_out(2)]
 
 
 def test_a_planted_drain_is_a_no_op_and_an_ordinary_value_is_not():

@@ -161,14 +161,10 @@ def _bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Itera
         lengths = torch.tensor([start - len(row) for row in prompts])[:, None]
         padding = torch.arange(canvas.shape[2]) < lengths  # whose token differs
         canvas, result = canvas.masked_fill(padding[:, None], -1), result.masked_fill(padding[:, : result.shape[1]], -1)
-        if _depends_on_the_batch(given, result[:, start:]):
-            return
+        hidden = torch.tensor([given["eos_token_id"], given["pad_token_id"]])
+        if torch.isin(result[:, start:], hidden).any():
+            return  # it continued a row after its end token, or drew the padding token, which it then hides
     yield StoredRun(number, prompts, settings, canvas, result, rows, changes, given["block_size"])
-
-
-def _depends_on_the_batch(given: dict[str, Any], answer: Tensor) -> bool:
-    """Whether the reference continued a row after its end token, or drew the padding token, which it then hides."""
-    return bool(((answer == given["eos_token_id"]) | (answer == given["pad_token_id"])).any())
 
 
 def _fast_dllm_v2(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:

@@ -81,28 +81,27 @@ def test_a_bad_file_of_prompts_is_refused_and_its_line_named(name, content, text
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("lines", "name", "text"),
     [
-        ({"prompt": [2]}, r"line 1: no 'expected'; write lines such as \{\"prompt\": \[2, 287, 28\], \"expected\""),
-        ({"prompt": [2], "expected": ""}, r"line 1: the expected answer is \"\""),
-        ({"prompt": [2], "expected": {"ids": [1]}}, r"line 1: the expected answer is \{\"ids\": \[1\]\}"),
-        ({"prompt": [2], "expected": [1], "id": 7}, r"line 1: the id is 7; give a non-empty text, or omit it"),
+        *(
+            ([line], "a.jsonl", text)
+            for line, text in (
+                (
+                    {"prompt": [2]},
+                    r"line 1: no 'expected'; write lines such as \{\"prompt\": \[2, 287, 28\], \"expected\"",
+                ),
+                ({"prompt": [2], "expected": ""}, r"line 1: the expected answer is \"\""),
+                ({"prompt": [2], "expected": {"ids": [1]}}, r"line 1: the expected answer is \{\"ids\": \[1\]\}"),
+                ({"prompt": [2], "expected": [1], "id": 7}, r"line 1: the id is 7; give a non-empty text, or omit it"),
+            )
+        ),
+        ([], None, r"the task 'prompts' needs a file; give one \(--prompts FILE\)"),
+        ([], "a.txt", r"a.txt does not end in .jsonl; give a JSON Lines file with lines such as"),
+        ([], "no.jsonl", r"could not read .*no.jsonl"),
     ],
 )
-def test_a_sample_needs_what_is_expected(line, text, tmp_path):
-    with pytest.raises(TaskError, match=text):
-        write(tmp_path / "a.jsonl", line).samples()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (None, r"the task 'prompts' needs a file; give one \(--prompts FILE\)"),
-        ("a.txt", r"a.txt does not end in .jsonl; give a JSON Lines file with lines such as"),
-        ("no.jsonl", r"could not read .*no.jsonl"),
-    ],
-)
-def test_the_task_needs_an_existing_json_lines_file(tmp_path, name, text):
+def test_the_task_needs_a_json_lines_file_with_what_is_expected(lines, name, text, tmp_path):
+    write(tmp_path / "a.jsonl", *lines)
     with pytest.raises(TaskError, match=text):
         Prompts(name and tmp_path / name).samples()
 

@@ -17,7 +17,10 @@ def test_every_name_finds_its_task(name):
     assert hash(task) == hash(find_task(name))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("tiny-")])
+GENERATED = [name for name in NAMES if name.startswith("tiny-")]
+
+
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_tasks_have_distinct_samples(name):
     task = find_task(name)
     samples = task.samples()
@@ -25,8 +28,6 @@ def test_generated_tasks_have_distinct_samples(name):
     assert all(sample.id == f"{name}/{number}" for number, sample in enumerate(samples))
     assert list(task.samples(7)) == list(samples[:7])
     assert {task.verdict(sample, sample.reference) for sample in samples} == {None if name == "tiny-code" else True}
-    with pytest.raises(TaskError, match="limit is -1; give the number of samples, at least 1, or None for all"):
-        task.samples(-1)
 
 
 def test_settings_reach_the_task(tmp_path):
@@ -40,8 +41,9 @@ def test_settings_reach_the_task(tmp_path):
         ("gsm8k_cot", {}, r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"),
         ("tiny-code", {"shots": 3}, r"the task 'tiny-code' has no setting 'shots'; its settings: none"),
         ("humaneval", {"extractor": "strict"}, r"'humaneval' has no setting 'extractor'; its settings: path"),
+        *((name, {}, "limit is -1; give the number of samples, at least 1, or None for all") for name in GENERATED),
     ],
 )
 def test_errors_for_unknown_tasks_and_settings_name_them(name, settings, text):
     with pytest.raises(TaskError, match=text):
-        find_task(name, **settings)
+        find_task(name, **settings).samples(-1)

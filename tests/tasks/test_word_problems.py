@@ -74,8 +74,10 @@ def test_problems_in_a_range_have_both_numbers_in_it_and_a_correct_result(kind):
             assert problem.result == expected == int(problem.answer.rpartition("#### ")[2])
 
 
-def test_a_kind_with_two_steps_and_an_empty_range_are_refused():
-    with pytest.raises(TaskError, match="in_range has the kinds more, fewer, groups, share; got 'together'"):
-        in_range("together", 1, 20, 5)
-    with pytest.raises(TaskError, match="low and high must satisfy 1 <= low < high; got 9 and 2"):
-        in_range("more", 9, 2, 5)
+@pytest.mark.parametrize(("given", "text"), [
+    (("together", 1, 20), "in_range has the kinds more, fewer, groups, share; got 'together'"),
+    (("more", 9, 2), "low and high must satisfy 1 <= low < high; got 9 and 2"),
+])  # fmt: skip
+def test_a_kind_with_two_steps_and_an_empty_range_are_refused(given, text):
+    with pytest.raises(TaskError, match=text):
+        in_range(*given, 5)

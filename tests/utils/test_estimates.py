@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from math import nan as NAN
 
 import numpy as np
 import pytest
@@ -24,8 +25,6 @@ from sinklens.utils.estimates import (
     student,
     unpaired,
 )
-
-NAN = float("nan")
 
 
 def naive(statistic, number, seed):

@@ -11,7 +11,6 @@ from tracks import made
 
 import sinklens
 from sinklens.errors import SinklensError
-from sinklens.sinks import build_track
 from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
 from sinklens.views import (
     curves,
@@ -28,16 +27,10 @@ from sinklens.views import (
 @pytest.fixture
 def planted():
     """Two heads over four steps of five positions: head 0 stays on position 1, head 1 moves 0 → 4 → 2 → 3."""
-    score = np.full((1, 4, 1, 2, 5), 0.5, dtype=np.float32)
-    score[0, :, 0, 0, 1] = 3
-    for step, place in enumerate((0, 4, 2, 3)):
-        score[0, step, 0, 1, place] = 3
     places = np.zeros((1, 4, 5), dtype=bool)
     places[0, :2, 3:] = True
-    attrs = {"model": "planted", "prompt_length": 2}
-    return build_track(
-        score, np.zeros((1, 4, 5), int), places, places, np.ones((1, 5), bool), np.zeros((1, 5), int), attrs
-    )
+    score = with_sinks([[[1, place]] for place in (0, 4, 2, 3)], length=5, strength=3.0, low=0.5)
+    return planted_track(score, masked=places, committed=places, prompt_length=2)
 
 
 def test_a_head_whose_sink_moves_ranks_above_one_whose_strongest_key_moves():

@@ -12,7 +12,6 @@ from sinklens.sinks import Record
 from sinklens.tasks import held_out
 from sinklens.views import pattern_at
 from sinklens.views.patterns import patterns_at
-from training import RECIPES, write_untrained
 
 PLACES = [(1, 1), (6, 2)]
 SHORT = {"gen_length": 8}
@@ -133,10 +132,9 @@ def test_a_place_outside_the_run_and_what_is_no_run_with_scores_are_rejected(pad
 
 @pytest.mark.extended
 @pytest.mark.parametrize("causal_context", [True, False])
-def test_steps_of_a_model_with_modes_are_computed_by_the_rule_of_their_pass(tmp_path, causal_context):
+def test_steps_of_a_model_with_modes_are_computed_by_the_rule_of_their_pass(two_modes, causal_context):
     """In a batch whose first row is padded: the prompt's pass, denoise steps of both blocks, and a commit."""
-    sizes = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
-    model = sinklens.load(write_untrained(replace(RECIPES["tiny-two-modes"], **sizes), tmp_path / "two-modes"))
+    model = sinklens.load(two_modes)
     places = [(step, 1) for step in (0, 2, 4, 6)]
     given = {"gen_length": 8, "causal_context": causal_context}
     texts = ["Tom has 5.", "Tom has 5 pens and 3 cups."]

@@ -283,15 +283,15 @@ def test_a_budget_in_which_nothing_fits_is_rejected(budget, text):
         build(replace(given, kept=[(step, layer) for step in range(6) for layer in range(4)]), budget)
 
 
-def test_invalid_input_leaves_no_file(padded, tiny_llada, tmp_path):
+@pytest.mark.parametrize(("place", "given", "error", "text"), [
+    ("file/report.html", {}, SinklensError, "could not write .* Make room or choose another place"),
+    ("report.html", {"row": 2}, TrackError, "batch 2 does not exist; this track has 2"),
+    ("report.html", {"sinks": None}, TrackError, "recorded no sink scores .* record_sinks=True"),
+])  # fmt: skip
+def test_invalid_input_leaves_no_file(padded, tmp_path, place, given, error, text):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
-        report(padded, tmp_path / "file" / "report.html")
-    with pytest.raises(TrackError, match=r"batch 2 does not exist; this track has 2"):
-        report(padded, tmp_path / "report.html", row=2)
-    bare = sinklens.generate(tiny_llada, held_out(1)[0].prompt, record_sinks=False)
-    with pytest.raises(TrackError, match=r"recorded no sink scores .* record_sinks=True"):
-        report(bare, tmp_path / "report.html")
+    with pytest.raises(error, match=text):
+        report(replace(padded, sinks=given.get("sinks", padded.sinks)), tmp_path / place, row=given.get("row", 0))
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
@@ -346,7 +346,8 @@ def where(browser):
 @pytest.fixture
 def opened(browser, page):
     browser.open(page)
-    return browser
+    yield browser
+    assert browser.complaints() == []
 
 
 @pytest.fixture
@@ -359,7 +360,8 @@ def shown(browser, tmp_path):
         browser.open(file)
         return file
 
-    return show
+    yield show
+    assert browser.complaints() == []
 
 
 @pytest.mark.browser
@@ -554,7 +556,6 @@ def test_circuitsvis_draws_the_heads_of_the_chosen_step_and_layer(opened):
     assert drawn(opened, "8/3/all", large="Head 2") == (every, "Head 2")
     opened.choose("circuits-heads", "one")
     assert drawn(opened, "8/3/one") == (["Head 2"], "Head 2")
-    assert opened.complaints() == []
 
 
 @pytest.mark.browser
@@ -574,7 +575,6 @@ def test_hostile_text_is_shown_verbatim_and_not_executed(browser, shown):
     assert browser.js("return [window.bad, document.images.length]") == [None, 0]
     browser.driver.switch_to.default_content()
     assert browser.requests() == [file.as_uri()]
-    assert browser.complaints() == []
 
 
 @pytest.mark.browser
@@ -592,7 +592,6 @@ def test_the_smallest_runs_have_a_page(browser, shown, sizes):
     drawn(browser)
     assert browser.js("return document.getElementById('play').disabled") is (sizes.get("steps") == 1)
     assert where(browser) >= 0
-    assert browser.complaints() == []
 
 
 @pytest.mark.browser
@@ -600,7 +599,6 @@ def test_a_page_without_attention_patterns_says_why(browser, shown):
     shown(build(planted(patterns=False)))
     assert "This page has no attention patterns" in browser.text("attention-why")
     assert not browser.driver.find_element("id", "attention-choice").is_displayed()
-    assert browser.complaints() == []
 
 
 @pytest.mark.browser
@@ -614,7 +612,6 @@ def test_a_large_page_weighs_under_15_mb_and_is_drawn(browser, shown, spread):
     assert browser.js("return performance.getEntriesByName('first-view')[0].startTime") < 6000
     assert len(drawn(browser)[0]) == 32
     assert "Each cell covers" in browser.text("circuits-note")
-    assert browser.complaints() == []
 
 
 @pytest.mark.browser

@@ -1,5 +1,7 @@
 """Comparisons of heavy-tailed quantities: against naive formulas, and their coverage beside that of the mean."""
 
+from math import nan as NAN
+
 import numpy as np
 import pandas
 import pytest
@@ -7,8 +9,6 @@ from scipy import stats
 
 from sinklens.analyses.estimates.ratios import geometric, median, ratio_rows, ratio_table
 from sinklens.utils.estimates import Estimate, bootstrap
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize("number", [6, 7, 20, 51])

@@ -15,8 +15,6 @@ from sinklens.analyses.results import Findings
 from sinklens.analyses.seeds import write_seeds
 from sinklens.utils import estimates
 
-NAN = float("nan")
-
 
 def share_covered(number, between, studies=150, prompts=40, truth=0.4):
     """Binary outcomes; a seed's chance is truth + N(0, between), a prompt's N(0, 0.1) more in every seed."""
@@ -29,15 +27,10 @@ def share_covered(number, between, studies=150, prompts=40, truth=0.4):
     return inside / studies
 
 
-@pytest.fixture
-def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(estimates, "RESAMPLES", 200)
-
-
-@pytest.mark.usefixtures("fewer_resamples")
 @pytest.mark.parametrize("number", [3, 5])
 @pytest.mark.parametrize("between", [0.0, 0.15])
-def test_the_interval_over_seeds_and_prompts_covers_the_mean_of_all_seeds(number, between):
+def test_the_interval_over_seeds_and_prompts_covers_the_mean_of_all_seeds(number, between, monkeypatch):
+    monkeypatch.setattr(estimates, "RESAMPLES", 200)
     assert share_covered(number, between) >= 0.93
 
 

@@ -1,6 +1,7 @@
 """Tables of means with their limits, p values and verdicts."""
 
 import itertools
+from math import nan as NAN
 
 import numpy as np
 import pandas as pd
@@ -10,8 +11,6 @@ import xarray as xr
 from sinklens.analyses import difference_table, interval_table
 from sinklens.analyses.estimates.tables import judged, p_value, verdict
 from sinklens.utils.estimates import mcnemar
-
-NAN = float("nan")
 
 
 def test_a_table_has_a_row_per_model_measure_and_entry():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import awaited
 
 from sinklens.evaluation import run_program, sandbox
 from sinklens.evaluation.sandbox import Limits
@@ -259,13 +260,6 @@ def is_alive(name):
     return name in {process.info["name"] for process in psutil.process_iter(["name"])}
 
 
-def wait_until(condition, seconds=10.0):
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize("layers", ["bubblewrap alone"], indirect=True)  # else it cannot be made in the first place
 def test_a_daemon_does_not_survive_its_program(layers):
     name = f"d{secrets.token_hex(5)}"
@@ -283,10 +277,10 @@ def test_a_daemon_does_not_survive_its_program(layers):
     outcomes = []
     runner = threading.Thread(target=lambda: outcomes.append(hostile(source, Limits(seconds=20))))
     runner.start()
-    assert wait_until(lambda: is_alive(name))  # it lives while the program runs
+    awaited(lambda: is_alive(name), lambda: "no daemon")  # it lives while the program runs
     runner.join()
     assert outcomes[0].passed  # its answers were right
-    assert wait_until(lambda: not is_alive(name))
+    awaited(lambda: not is_alive(name), lambda: "the daemon is alive")
 
 
 # Cheating the tests

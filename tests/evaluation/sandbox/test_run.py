@@ -34,12 +34,13 @@ def run(program, test=TEST, name="add", limits=SMALL, **options):
     return run_program(program, test, name, limits=limits, **options)
 
 
-def test_errors_for_limits_say_what_is_out_of_range():
-    assert Limits() == Limits(10.0, 512, 16, 64)
-    with pytest.raises(SettingError, match=r"memory_mb must be an integer of at least 64"):
-        Limits(memory_mb=8)
-    with pytest.raises(SettingError, match=r"seconds must be a finite number of at least 0.1"):
-        Limits(seconds=float("nan"))
+@pytest.mark.parametrize(("given", "text"), [
+    ({"memory_mb": 8}, "memory_mb must be an integer of at least 64"),
+    ({"seconds": float("nan")}, "seconds must be a finite number of at least 0.1"),
+])  # fmt: skip
+def test_errors_for_limits_say_what_is_out_of_range(given, text):
+    with pytest.raises(SettingError, match=text):
+        Limits(**given)
 
 
 @pytest.fixture
@@ -375,25 +376,19 @@ def verdicts(tasks, programs):
         )
 
 
-def assert_solutions_pass_and_others_fail(tasks):
+SOME = [f"HumanEval/{number}" for number in (0, 10, 32, 33, 38, 50, 53, 87, 129, 162)]  # helpers, random, tuples
+
+
+@NEED_SANDBOX
+@pytest.mark.parametrize("chosen", [SOME, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results(humaneval, chosen):
+    tasks = [task for task in humaneval if chosen is None or task["task_id"] in chosen]
+    assert len(tasks) == (164 if chosen is None else 10)
     right = verdicts(tasks, [solved(task) for task in tasks])
     assert {task["task_id"]: o for task, o in zip(tasks, right, strict=True) if not o.passed} == {}
     other = verdicts(tasks, [solved(task) + OTHER_RESULTS.format(name=task["entry_point"]) for task in tasks])
     assert {task["task_id"]: o for task, o in zip(tasks, other, strict=True) if o.status != "failed"} == {}
     assert all("AssertionError" in o.detail or "Error" in o.detail for o in other)
-
-
-@NEED_SANDBOX
-def test_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results(humaneval):
-    chosen = {f"HumanEval/{number}" for number in (0, 10, 32, 33, 38, 50, 53, 87, 129, 162)}  # helpers, random, tuples
-    assert_solutions_pass_and_others_fail([task for task in humaneval if task["task_id"] in chosen])
-
-
-@NEED_SANDBOX
-@pytest.mark.slow
-def test_all_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results(humaneval):
-    assert len(humaneval) == 164
-    assert_solutions_pass_and_others_fail(humaneval)
 
 
 FLIPS = {"<": "<=", ">": ">=", "<=": "<", ">=": ">", "==": "!=", "+": "-", "-": "+", "1": "2", "0": "1", "2": "3"}

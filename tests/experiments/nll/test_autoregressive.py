@@ -75,12 +75,16 @@ def test_under_hooks_it_is_that_of_a_run_that_writes_the_answer(model, hooks):
     assert found.value != pytest.approx(likelihood(model, prompt, answer).value, rel=1e-6)
 
 
-def test_what_has_no_meaning_is_refused(model, tiny_llama):
-    with pytest.raises(PromptError, match=r"prompt 0 is empty.*its first token needs one before it"):
-        likelihood(model, [], [3])
-    with pytest.raises(SettingError, match=r"is autoregressive and has no mask token to guide with"):
-        likelihood(model, [1], [3], cfg_scale=1.0)
-    end = tiny_llama.eos_token_ids[0]
-    likelihood(tiny_llama, [9, 8], [7, end], hooks=MaskSinks(top_k=1))
-    with pytest.raises(SettingError, match=r"answer 0 holds an end token at position 0, where a run under hooks ends"):
-        likelihood(tiny_llama, [9, 8], [end, 7], hooks=MaskSinks(top_k=1))
+@pytest.mark.parametrize(("prompt", "answer", "given", "error", "text"), [
+    ([], [3], {}, PromptError, "prompt 0 is empty.*its first token needs one before it"),
+    ([1], [3], {"cfg_scale": 1.0}, SettingError, "is autoregressive and has no mask token to guide with"),
+    (
+        [9, 8], [0, 7], {"hooks": MaskSinks(top_k=1)}, SettingError,
+        "answer 0 holds an end token at position 0, where a run under hooks ends",
+    ),
+])  # fmt: skip
+def test_what_has_no_meaning_is_refused(tiny_llama, prompt, answer, given, error, text):
+    assert tiny_llama.eos_token_ids == (0,)
+    likelihood(tiny_llama, [9, 8], [7, 0], hooks=MaskSinks(top_k=1))
+    with pytest.raises(error, match=text):
+        likelihood(tiny_llama, prompt, answer, **given)

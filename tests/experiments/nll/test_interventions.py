@@ -29,11 +29,6 @@ PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8]
 TEXT, WORKED = "Question: 12 + 7?\nAnswer:", " 12 + 7 = 19."
 
 
-def plain(model):
-    """From ids to logits in plain torch."""
-    return lambda ids: plain_pass(model, ids).logits
-
-
 def without(model, choose):
     """From ids to logits, each head without the keys that `choose(ids, scores, layer)` marks, [row, head, key]."""
 
@@ -84,11 +79,11 @@ def test_masked_keys_are_those_of_the_pass_itself(llada, name):
 
 
 def test_under_guidance_interventions_see_the_conditional_rows(llada):
-    masked, plain_logits = without(llada, KEYS["strongest"][1]), plain(llada)
+    masked = without(llada, KEYS["strongest"][1])
 
     def logits(ids):
         half = len(ids) // 2
-        return torch.cat([masked(ids[:half]), plain_logits(ids[half:])])
+        return torch.cat([masked(ids[:half]), plain_pass(llada, ids[half:]).logits])
 
     seed = generator_of(0, PROMPT, len(ANSWER), 0, 0).initial_seed()
     script = LladaScript(logits, llada.mask_token_id, 4, 4, 0.5)

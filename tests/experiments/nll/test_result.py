@@ -68,14 +68,17 @@ def test_intervals_of_differences_over_answers_cover_the_truth():
     assert 0.91 < covered / 300 < 0.99
 
 
-def test_other_answers_or_other_masks_cannot_be_paired():
-    one, other = planted([[1.0, None]], [0.5]), planted([[None, 1.0]], [0.5])
-    with pytest.raises(SettingError, match=r"answer 0 has other mask draws in the two conditions"):
+ONE = planted([[1.0, None]], [0.5])
+
+
+@pytest.mark.parametrize(("one", "other", "text"), [
+    (ONE, planted([[None, 1.0]], [0.5]), "answer 0 has other mask draws in the two conditions"),
+    (ONE, planted([[1.0, None, 2.0]], [0.5]), "answer 0 has other tokens"),
+    ([], [], "need the same answers, at least one; got 0 and 0"),
+])  # fmt: skip
+def test_other_answers_or_other_masks_cannot_be_paired(one, other, text):
+    with pytest.raises(SettingError, match=text):
         likelihood_difference(one, other)
-    with pytest.raises(SettingError, match=r"answer 0 has other tokens"):
-        likelihood_difference(one, planted([[1.0, None, 2.0]], [0.5]))
-    with pytest.raises(SettingError, match=r"need the same answers, at least one; got 0 and 0"):
-        likelihood_difference([], [])
 
 
 @pytest.mark.parametrize(
