@@ -21,6 +21,7 @@ STUDIES = {
     "swaps": ("swaps", "Swaps"),
     "texts": ("texts", "Texts"),
     "pair": ("pair", "Pair"),
+    "alone": ("alone", "Alone"),
     "token_types": ("token_types", "TokenTypes"),
     "events": ("events", "Events"),
     "necessity": ("necessity", "Necessity"),

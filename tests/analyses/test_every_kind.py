@@ -19,6 +19,7 @@ ON_BLOCKS = {
     "caching": "no cache policy applies, as its attention is block-causal",
     "texts": "attention depends on blocks",
     "pair": "attention depends on blocks",
+    "alone": "attention depends on blocks",
 }
 ON_TOKENS = {
     "settling": "reads predictions at undecided positions",
@@ -28,6 +29,7 @@ ON_TOKENS = {
     "caching": "its keys change with the noise level",
     "texts": "reads a noise level|without a mask token",
     "pair": "reads a noise level|without a mask token",
+    "alone": "reads a noise level|without a mask token",
 }
 ON_CANVASES = {
     "settling": "reads predictions at undecided positions",
@@ -39,6 +41,7 @@ ON_CANVASES = {
     "mechanism": "positions are decided in no order",
     "texts": "without a mask token|depends on blocks",
     "pair": "without a mask token|depends on blocks",
+    "alone": "without a mask token|depends on blocks",
 }
 WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-duo": ON_TOKENS}
 
