@@ -70,8 +70,9 @@ def traced(model: Any, fact: Fact, seed: int) -> dict[Any, float]:
     drawn = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(seed))
     noise = NOISE * float(model.W_E.std()) * drawn.to(model.cfg.device)
 
-    def corrupt(value: Tensor, hook: Any, place: int) -> Tensor:
-        return value.index_add(1, torch.tensor([fact.end + PLACES[place]]), noise.expand(len(value), 1, -1))
+    def corrupt(value: Tensor, hook: Any, place: str) -> Tensor:
+        value[:, fact.end + PLACES[place]] += noise
+        return value
 
     def restore(value: Tensor, hook: Any, cells: list[tuple[str, int, int]], clean: Any) -> Tensor:
         for number, (place, first, count) in enumerate(cells):
