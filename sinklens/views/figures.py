@@ -18,7 +18,7 @@ from sinklens.sinks.drawing import (
     model_name,
     number_at,
 )
-from sinklens.sinks.labels import plain
+from sinklens.sinks.labels import plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -158,10 +158,10 @@ def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
         if title:
             ax.set_title(f"{plain(title)}\n{ax.get_title()}")
-    figure.suptitle(
+    caption = (
         "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
-        "whose sink moves most\n(filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
-        "the step began; dotted, end of prompt",
-        fontsize=9,
+        "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
+        "the step began; dotted, end of prompt"
     )
+    figure.suptitle(wrapped(caption, 67 * len(tracks)), fontsize=9)
     return figure

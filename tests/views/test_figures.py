@@ -108,6 +108,8 @@ def test_a_runs_labels_are_its_final_tokens_and_named_tracks_are_titled(tiny_lla
     assert token_labels(run.sinks) != token_labels(run.sinks, tokens=run.canvas[0, -2].numpy())
     figure = figures.sink_paths({"a_b": run.sinks})
     assert figure.axes[0].get_title().startswith("a_b\ntiny-llada: ")
+    figure.canvas.draw()
+    assert figure._suptitle.get_window_extent().width < figure.bbox.width
 
 
 def test_awkward_tokens_are_shown_verbatim():
