@@ -35,7 +35,6 @@ CAPITALS = (
     "Tennessee Nashville, Indiana Indianapolis"
 )
 PLACES = {"map": -7, "country": -5, "comma": -4, "capital": -2, "is": -1, "mask": 0}  # from where the capital belongs
-KINDS = ("mlp_out", "attn_out")
 WINDOW, NOISE, COUNT = 5, 3.0, 24  # layers restored together; standard deviations of the embeddings; facts
 
 
@@ -66,12 +65,11 @@ def probabilities(model: Any, fact: Fact, rows: int, hooks: list[Any]) -> Float[
 
 
 def traced(model: Any, fact: Fact, seed: int) -> dict[Any, float]:
-    """Probability of the capital: clean, under noise on the country or the control, and restored at each place."""
-    drawn = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(seed))
-    noise = NOISE * float(model.W_E.std()) * drawn.to(model.cfg.device)
+    """Probability of the capital, clean and under noise on the country or the control, and what each cell returns."""
+    drawn = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(seed)).to(model.cfg.device)
 
     def corrupt(value: Tensor, hook: Any, place: str) -> Tensor:
-        value[:, fact.end + PLACES[place]] += noise
+        value[:, fact.end + PLACES[place]] += NOISE * model.W_E.std() * drawn
         return value
 
     def restore(value: Tensor, hook: Any, cells: list[tuple[str, int, int]], clean: Any) -> Tensor:
@@ -86,11 +84,13 @@ def traced(model: Any, fact: Fact, seed: int) -> dict[Any, float]:
     places = [place for place, offset in PLACES.items() if fact.end + offset < len(fact.ids)]
     cells = [(place, first, WINDOW) for place in places for first in range(0, model.cfg.n_layers, WINDOW)]
     cells += [("country", layer, 1) for layer in range(2 * WINDOW)]
-    for kind in KINDS:
+    for kind in ("mlp_out", "attn_out"):
         _, clean = model.run_with_cache(fact.ids[None], names_filter=lambda name, kind=kind: name.endswith(kind))
-        hooks = [("hook_embed", partial(corrupt, place="country"))]
-        hooks.append((lambda name, kind=kind: name.endswith(kind), partial(restore, cells=cells, clean=clean)))
-        restored = probabilities(model, fact, len(cells), hooks)
+        hooks = [
+            ("hook_embed", partial(corrupt, place="country")),
+            (lambda name, kind=kind: name.endswith(kind), partial(restore, cells=cells, clean=clean)),
+        ]
+        restored = probabilities(model, fact, len(cells), hooks) - found["noise: country"]
         found |= {(kind, *cell): one[None] for cell, one in zip(cells, restored, strict=True)}
     return {name: float(value[0, fact.capital]) for name, value in found.items()}
 
@@ -113,10 +113,8 @@ def main(names: list[str]) -> None:
         for name, model in models.items():
             found = [traced(model, asked[name][country], seed) for seed, country in enumerate(shared[:COUNT])]
             for value in found[0]:
-                base = 0.0 if isinstance(value, str) else "noise: country"
-                change = mean_of([one[value] - (one[base] if base else 0.0) for one in found])
-                label = value if isinstance(value, str) else " ".join(map(str, value))
-                print(row(name, label, f"{change.value:.3f} [{change.low:.3f}, {change.high:.3f}]"), flush=True)
+                change = mean_of([one[value] for one in found])
+                print(row(name, str(value), f"{change.value:.3f} [{change.low:.3f}, {change.high:.3f}]"), flush=True)
 
 
 if __name__ == "__main__":

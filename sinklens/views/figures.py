@@ -158,10 +158,13 @@ def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
         if title:
             ax.set_title(f"{plain(title)}\n{ax.get_title()}")
-    caption = (
-        "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
-        "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
-        "the step began; dotted, end of prompt"
+    figure.suptitle(
+        wrapped(
+            "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
+            "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
+            "the step began; dotted, end of prompt",
+            67 * len(tracks),
+        ),
+        fontsize=9,
     )
-    figure.suptitle(wrapped(caption, 67 * len(tracks)), fontsize=9)
     return figure
