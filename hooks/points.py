@@ -46,6 +46,7 @@ class Watch:
         turn: taken by whoever runs the model; see turn.py.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
         sums: collects the sink scores of a run that records them; None in any other pass.
+        biases: values of ``hook_attn_mask`` by point, where hooks were called before the pass; see captured.py.
         points: all points of the tree.
         hooked: the points that have hooks, or had some when the last pass began.
         served: whether a trace block runs in step with the model.
@@ -58,6 +59,7 @@ class Watch:
         self.turn = Turn()
         self.cache: Any = None
         self.sums: LayerSums | None = None
+        self.biases: dict[Point, Tensor | None] = {}
         self.points: list[Point] = []
         self.hooked: set[Point] = set()
         self.served = False

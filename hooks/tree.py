@@ -29,6 +29,7 @@ from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
 from sinklens.hooks.attention.segments import Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
+from sinklens.hooks.captured import Captures
 from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
@@ -50,6 +51,7 @@ class HookTree(ModelWeights, HookFront):
 
     Attributes:
         hf: the transformers model.
+        captures: its passes as CUDA graphs.
         watch: the pass, the trace blocks and the peek, which the points share.
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
@@ -62,6 +64,7 @@ class HookTree(ModelWeights, HookFront):
     def __init__(self, hf: PreTrainedModel, architecture: Architecture, drawn: bool = False) -> None:
         super().__init__()
         self.watch = Watch()
+        self.captures = Captures()
         self.architecture = architecture
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
@@ -110,6 +113,7 @@ class HookTree(ModelWeights, HookFront):
     def disconnect(self) -> None:
         """Remove all taps from the transformers model; the tree cannot be used afterwards."""
         self._undo.close()
+        self.captures.clear()
         self.disconnected = True
 
     @property
@@ -225,12 +229,14 @@ class HookTree(ModelWeights, HookFront):
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         time: Float[Tensor, " _"] | float | None = None,
         kind: PassKind | None = None,
+        of_step: bool = False,
     ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
         Positions are counted from the first real token, so left padding does not shift a prompt. A `stream` replaces
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
+        `of_step` says that it is the complete pass of a run's step, which may be captured and replayed (captured.py).
         """
         self.watch.settle()
         if self.watch.forward_pass.step is None and self.watch.cache is None:  # only its mask shows a pass's padding
@@ -253,16 +259,18 @@ class HookTree(ModelWeights, HookFront):
             columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given |= {"time": time} if self.architecture.time else {}
+        if of_step and self.captures.usable(self.watch, input_ids):
+            return self.captures.run(self, {"input_ids": input_ids, **given}, base)
         segments = self.watch.forward_pass.segments
         with ruled_by(self.hf.config, None if segments is None else Segments(segments)):
             output = base(
                 input_ids=input_ids if stream is None else None,
                 inputs_embeds=stream,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
-                **({"time": time} if self.architecture.time else {}),
+                **given,
             )
         return output.last_hidden_state
 

@@ -126,16 +126,22 @@ def attention(
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     if points.hook_rot_k.watched:
         key = _shown_keys(points.hook_rot_k, key, query.shape[2])
-    bias = None
-    if points.hook_attn_mask.watched:
-        with torch.inference_mode(False):  # inference tensors do not record in-place writes
-            size = (query.shape[0], query.shape[1], 1, key.shape[2])
-            zeros = torch.zeros(size, dtype=query.dtype, device=query.device)
-        bias, untouched = points.hook_attn_mask(zeros), _writes(zeros)
-        if bias is zeros and untouched == 0:
-            bias = None  # read but unchanged: compute attention as if it were unwatched
+    bias = watch.biases.get(points.hook_attn_mask)
+    if points.hook_attn_mask.watched and points.hook_attn_mask not in watch.biases:
+        bias = bias_of(points.hook_attn_mask, (query.shape[0], query.shape[1], 1, key.shape[2]), query)
     operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
+
+
+def bias_of(point: "Point", size: tuple[int, ...], like: Tensor) -> Float[Tensor, "batch head #query key"] | None:
+    """The value of ``hook_attn_mask``, zeros of `size` before its hooks; None if they left it unchanged.
+
+    Attention that is read but unchanged is then computed as if it were unwatched.
+    """
+    with torch.inference_mode(False):  # inference tensors do not record in-place writes
+        zeros = torch.zeros(size, dtype=like.dtype, device=like.device)
+    bias, untouched = point(zeros), _writes(zeros)
+    return None if bias is zeros and untouched == 0 else bias
 
 
 def _recorded(

@@ -21,7 +21,7 @@ from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.forward_pass import ForwardPass
 
 TOGETHER = 1 << 19  # scores that are computed together on a CPU: 2 MiB, to fit a core's cache
-KEPT = 1 << 28  # bytes of queries and keys that wait on a GPU
+KEPT = 1 << 26  # bytes of queries and keys that wait on a GPU
 
 
 class Waiting(NamedTuple):
@@ -65,16 +65,14 @@ class LayerScores(NamedTuple):
 class LayerSums:
     """Collects what the column sums of a pass are computed from.
 
-    Args:
-        rows: the rows to record; a pass under guidance has more.
-
     Attributes:
+        rows: the rows to record; a pass under guidance has more.
         layers: the layers that are recorded.
         latest: the scores of the step that ended last, by point.
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self.layers: set[int] = set()
         self.latest: dict[Any, LayerScores] = {}
         self._passes: dict[Any, ForwardPass] = {}
@@ -84,7 +82,7 @@ class LayerSums:
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
-        self._passes[point], self._scores[point] = point.forward_pass, scores[: self._rows]
+        self._passes[point], self._scores[point] = point.forward_pass, scores[: self.rows]
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
@@ -105,7 +103,7 @@ class LayerSums:
         if lse is None:
             lse = log_sum_exp(query, key, first.scale, mask, first.causal)
         scores = column_sums(query, key, lse, first.scale, mask, real, first.causal)
-        parts = scores.unflatten(0, (len(waiting), -1))[:, : self._rows]
+        parts = scores.unflatten(0, (len(waiting), -1))[:, : self.rows]
         self._scores |= zip(self._waiting, parts, strict=True)
         self._waiting.clear()
 

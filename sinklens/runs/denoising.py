@@ -174,6 +174,7 @@ class Denoising:
             reading(read_by_policy(self.state.keys)),
             nullcontext() if recorder is None else recorder.attached(),
             tree.watch.summing(self.sums, tree.blocks),
+            tree.captures.during_run(tree),
         ):
             yield
 

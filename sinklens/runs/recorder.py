@@ -101,6 +101,7 @@ class SinkRecorder:
         self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Kept] = {}
         self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join
+        self._pinned: Tensor | None = None
         self._watching = ExitStack()  # hooks that keep the patterns of a step
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
@@ -185,7 +186,7 @@ class SinkRecorder:
             for name, layers in variables.items()
         }
         if together is not None:
-            arrays["score"] = together.cpu().numpy()
+            arrays["score"] = self._on_host(together)
         if self._queries is not None:
             canvases = canvases | {"computed": self._queries[:, step].numpy()}
         self.latest = arrays | canvases
@@ -200,6 +201,14 @@ class SinkRecorder:
         if any(one.forward_pass.keys != whole or one.scores.device != found[0].scores.device for one in found):
             return None
         return torch.stack([one.scores for one in found], dim=1)
+
+    def _on_host(self, scores: Tensor) -> np.ndarray:
+        """A copy in main memory; from a GPU through pinned memory, which its driver copies to directly."""
+        if not scores.is_cuda:
+            return scores.cpu().numpy()
+        if self._pinned is None or self._pinned.shape != scores.shape:
+            self._pinned = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+        return self._pinned.copy_(scores).numpy().copy()
 
     def _extends(self, what: tuple[str, int]) -> bool:
         """Whether the pass continues those of the steps before, which kept such a value."""

@@ -296,7 +296,8 @@ class State:
             with ruled_by(self.tree.hf.config, rule):
                 time = None if self.time is None else self.time[running]
                 rows, real = rows[chosen, columns], real[chosen, columns]
-                hidden, where = self.tree.hidden(rows, real, time=time), where[running, columns]
+                hidden = self.tree.hidden(rows, real, time=time, of_step=True)
+                where = where[running, columns]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real)
         return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)

@@ -19,6 +19,7 @@ PARTS = {  # in the order in which they run
     "conformance": "logits and patterns against the CPU and reference data",
     "runs": "complete runs against the CPU, and the same run twice",
     "hooking": "hooks, traces, edits, replay, masks, guidance, caches",
+    "captured": "CUDA graphs against the same passes without them",
     "kernels": "Triton kernels and PyTorch's operators against the formula",
     "peak": "memory above a plain pass, and running out of it",
     "spreading": "layers on several devices or offloaded, and Ray",

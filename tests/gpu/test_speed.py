@@ -36,6 +36,7 @@ from benchmarks.plain import (
 )  # fmt: skip
 from sinklens.errors import DeviceMemoryError
 from sinklens.evaluation.cards import CARDS
+from sinklens.hooks import captured
 from sinklens.hooks.attention import column_sums
 from sinklens.interventions import MaskSinks
 from sinklens.model import Model, load
@@ -121,8 +122,17 @@ class Works:
         self.steps = 2 if bench.small else 8 if size.length * size.rows <= 1024 else 4
         given, five = (bench.prompt(*size), self.steps), MaskSinks(top_k=5)
         self.unwatched, self.recorded = partial(bench.run, *given, False), partial(bench.run, *given, True)
+        self.uncaptured, self.uncaptured_recorded = (
+            partial(_without_graphs, work) for work in (self.unwatched, self.recorded)
+        )
         self.masked = partial(bench.run, *given, False, five)
         self.plain, self.published = (partial(loop, bench.plain, *given) for loop in (plain_loop, reference_loop))
+
+
+def _without_graphs(run: Callable[[], Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "DEVICES", ())
+        return run()
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +161,9 @@ def works(bench: Bench, size: Size) -> Works:
 @pytest.fixture(scope="module")
 def times(bench: Bench, size: Size, works: Works) -> dict[str, list[float]]:
     """The times of the runs that the ratios compare, in turn."""
-    names, rounds = ("plain", "unwatched", "recorded", "masked"), 5 if works.steps == 8 else 3
+    names, rounds = ["plain", "unwatched", "recorded", "masked"], 5 if works.steps == 8 else 3
+    if size.length * size.rows <= captured.POSITIONS:
+        names += ["uncaptured", "uncaptured_recorded"]
     with enough_memory():
         return dict(zip(names, in_turn([getattr(works, name) for name in names], rounds, bench.device), strict=True))
 
@@ -161,12 +173,16 @@ def times(bench: Bench, size: Size, works: Works) -> dict[str, list[float]]:
     ("nothing watched ÷ plain transformers SDPA", "unwatched", "plain", 1.02),
     ("sinks recorded ÷ not recorded", "recorded", "unwatched", 1.05),
     ("MaskSinks(5) ÷ not, nothing recorded", "masked", "unwatched", 1.10),
+    ("CUDA graphs ÷ none, nothing watched", "unwatched", "uncaptured", 1.0),
+    ("CUDA graphs ÷ none, sinks recorded", "recorded", "uncaptured_recorded", 1.0),
 ])  # fmt: skip
 def test_ratios(
     what: str, a: str, b: str, aim: float, size: Size, bench: Bench, times: dict[str, list[float]],
     finding: Callable[..., None],
 ) -> None:  # fmt: skip
     """{what} ({size})"""
+    if b not in times:
+        pytest.skip("passes of this size are not captured")
     ratio = ratio_of(what, times[a], times[b])
     finding(f"{bench}; {_spread(ratio)}", value=ratio.median, aim=None if bench.small else aim)
 

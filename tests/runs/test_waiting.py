@@ -8,39 +8,10 @@ from collections import Counter
 import pytest
 import torch
 from building import random_model
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from operators import Copies, Operators
 
 import sinklens
 from sinklens.interventions import MaskSinks
-
-WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
-COPYING = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy}
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        chosen = name in ("index", "index_put", "index_put_") and any(
-            one.dtype == torch.bool for one in tree_leaves(args[1]) if isinstance(one, torch.Tensor)
-        )
-        self.seen[name] += chosen or name in WAITING
-        return func(*args, **(kwargs or {}))
-
-
-class Copies(TorchFunctionMode):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen["copies"] += func in COPYING
-        return func(*args, **(kwargs or {}))
 
 
 def waits(model, record, hooks):
