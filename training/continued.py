@@ -209,8 +209,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if (step + 1) % LOG_EVERY == 0:
-            seconds = time.monotonic() - started
-            record = {"step": step + 1, "loss": loss.item(), "tokens_per_second": (step + 1 - first) * batch / seconds}
+            record = {"step": step + 1, "loss": loss.item(), "seconds": time.monotonic() - started}
             append_record(out / "log.jsonl", record)
             print(f"{run.arm} {run.seed}: {record}", flush=True)
     write_adapter(net, run, base, out / "adapter")
