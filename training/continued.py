@@ -197,6 +197,7 @@ def train(
         if step in measures - measured:
             found = {"arm": run.arm, "seed": run.seed, "step": step, "tokens": step * batch, "base": base.name}
             append_record(out / "measures.jsonl", found | {"windows": list(windows), "shares": measure(net, held)})
+            started += time.monotonic() - now  # so that the log has the time of training
         if step == run.steps:
             break
         if late:
