@@ -42,7 +42,23 @@ MASK_ID = 16  # <empty_output>, which the base hardly knows
 END_ID = 0  # pads the rows of problems, so it is learned as their end
 TASKS = 0.4
 SHIPPED = 22_052_864  # tokens: 673 steps
-MILESTONES = (0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2.2, 3, 5, 7, 10, 15)  # millions of tokens; and the end
+MILESTONES = (
+    0.0,
+    0.03,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.7,
+    1.0,
+    1.5,
+    2.2,
+    3.0,
+    5.0,
+    7.0,
+    10.0,
+    15.0,
+)  # millions of tokens; and the end
 LOG_EVERY, SAVE_EVERY = 20, 60  # steps; seconds
 LARGEST = 2.0**8  # of a factor before rounding; float8 e4m3 reaches 448
 
@@ -91,7 +107,7 @@ class Texts:
     """
 
     train: Int[Tensor, " token"]
-    held: Int[Tensor, " token"]
+    held: Int[Tensor, " held"]
     rows: Int[Tensor, "row pos"]
     starts: Int[Tensor, " row"]
 
@@ -174,7 +190,9 @@ def train(
     """
     width, batch = texts.rows.shape[1], run.rows * run.length
     require(
-        batch % width == 0, f"a batch has {batch} tokens, which are no rows of {width}; change rows=.", SettingError
+        batch % width == 0,
+        f"a batch of {batch} tokens does not divide into rows of {width}; change --rows.",
+        SettingError,
     )
     held = Windows.drawn(texts.held, *windows, device)
     mask_id = MASK_ID if run.arm == "masked" else None

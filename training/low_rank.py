@@ -106,7 +106,7 @@ class LowRankLlama:
                 sums.append(found)
         return self._norm(x, self.trained["model.norm.weight"]), torch.stack(sums) if sums else None
 
-    def logits(self, x: Float[Tensor, "place d_model"]) -> Float[Tensor, "place vocab"]:
+    def logits(self, x: Float[Tensor, "*place d_model"]) -> Float[Tensor, "*place vocab"]:
         """The head's float32 logits."""
         return F.linear(x, self._weights[x.dtype][EMBEDDING]).float()
 
