@@ -75,7 +75,7 @@ class Windows:
 @torch.no_grad()
 def measure(net: LowRankLlama, windows: Windows) -> list[dict[str, Any]]:
     """The measures of the module by window, a record for each share of masked tokens (0 in a causal model)."""
-    rows, length = torch.arange(len(windows.ids), device=windows.ids.device), windows.ids.shape[1]
+    length = windows.ids.shape[1]
     positions = torch.arange(length, device=windows.ids.device)
     later = positions > windows.replaced[:, None]
     queries = torch.stack([torch.ones_like(later), later], dim=1).float()
@@ -84,17 +84,14 @@ def measure(net: LowRankLlama, windows: Windows) -> list[dict[str, Any]]:
         count = min(max(1, round(share * (length - 1))), length - 2) if share else 0
         hidden = windows.order < count
         tokens = windows.ids if net.mask_id is None else windows.ids.masked_fill(hidden, net.mask_id)
-        edited = tokens.clone()
-        edited[rows, windows.replaced] = windows.other
+        edited = torch.where(positions == windows.replaced[:, None], windows.other[:, None], tokens)
         stream, sums = net(tokens, queries)
         predicted = hidden if share else positions.expand_as(hidden) > 0
         found = _sinks(sums[:, :, 0])
         found["loss"] = _loss(net, stream, windows.ids, predicted)
         found["replaced"] = _moved(sums[:, :, 1], net(edited, queries)[1][:, :, 1])
         if share:
-            revealed = tokens.clone()
-            first = windows.order.argmin(dim=1)
-            revealed[rows, first] = windows.ids[rows, first]
+            revealed = torch.where(windows.order == 0, windows.ids, tokens)
             found["revealed"] = _moved(sums[:, :, 0], net(revealed, queries)[1][:, :, 0])
         by_head = sums[:, :, 0, :, 0].mean(dim=1) / length
         records.append({"share": share} | {name: _plain(value) for name, value in found.items()})
