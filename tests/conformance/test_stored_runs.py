@@ -30,6 +30,12 @@ CACHED = {("bd3lm", number) for number in (8, 9, 10, 11)} | {(name, number) for 
 PADDED = ("llada-mha", "llada-gqa", "llada-moe")
 
 
+@pytest.fixture
+def folder(conformance, name):
+    """The folder of this name."""
+    return open_folder(conformance / name)
+
+
 def _unchanged(value: Tensor, hook: Any) -> None:
     """A hook that watches its point and changes nothing."""
 
@@ -44,17 +50,15 @@ def ways(name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_stored_run_is_repeated_or_known_to_be_left_out(conformance, name):
-    folder = open_folder(conformance / name)
+def test_every_stored_run_is_repeated_or_known_to_be_left_out(folder, name):
     assert len(folder.runs) == RUNS[name]
     assert {run.number for run in stored_runs(folder)} == set(range(RUNS[name])) - LEFT_OUT.get(name, set())
 
 
 @pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_pass_equals_the_references(conformance, name):
+def test_a_pass_equals_the_references(folder, name):
     """With nothing watched, patterns and sink scores, which use other code paths."""
-    folder = open_folder(conformance / name)
     model, stored = folder.load(block_length=folder.pass_block_length), stored_pass(folder)
     given = stored.arguments("cpu")
     with torch.no_grad():
@@ -75,9 +79,8 @@ def test_a_pass_equals_the_references(conformance, name):
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llada-moe", 0), ("rnd1", 0), ("sdar-moe", 0), ("llada2-moe", 1)])
-def test_the_routing_equals_the_references(conformance, name, layers):
+def test_the_routing_equals_the_references(folder, layers):
     """Router logits, chosen experts and their weights; the reference orders experts by number."""
-    folder = open_folder(conformance / name)
     model = folder.load(block_length=folder.pass_block_length)
     assert [parts.experts for parts in model.tree.parts] == [layer >= layers for layer in range(model.cfg.n_layers)]
     with torch.no_grad():
@@ -92,9 +95,8 @@ def test_the_routing_equals_the_references(conformance, name, layers):
 
 
 @pytest.mark.parametrize("name", [*PADDED, "bd3lm"])
-def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(conformance, name):
+def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(folder, name):
     """Blocks are counted by columns, padding included."""
-    folder = open_folder(conformance / name)
     expected = folder.tensors
     if name in PADDED:
         ids, logits, real = expected["input_ids"], expected["padded_logits"], expected["padded_attention_mask"].bool()
@@ -109,9 +111,8 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(conformanc
 
 @pytest.mark.fast_cases(10)
 @pytest.mark.parametrize(("name", "number", "more"), [(*case, more) for case in CASES for more in (False, True)])
-def test_every_canvas_equals_the_references_token_for_token(conformance, name, number, more):
+def test_every_canvas_equals_the_references_token_for_token(folder, name, number, more):
     """With its sinks recorded, and in other ways."""
-    folder = open_folder(conformance / name)
     for stored in stored_runs(folder):
         if stored.number == number:
             for way in ways(name, number) if more else [{}]:
@@ -120,8 +121,7 @@ def test_every_canvas_equals_the_references_token_for_token(conformance, name, n
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_another_token_than_the_stored_one_is_noticed(conformance, name):
-    folder = open_folder(conformance / name)
+def test_another_token_than_the_stored_one_is_noticed(folder):
     stored = min(stored_runs(folder), key=lambda run: run.canvases.shape[1:].numel() or 10**6)
     run, passes = folder.repeat(stored, record_sinks=False), stored.canvases.shape[1]
     canvases = stored.canvases.clone()

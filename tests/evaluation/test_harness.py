@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from asked import PROMPT
 from harness_tasks import evaluated, local_task, offline
 
 import sinklens
@@ -160,23 +161,21 @@ def test_a_tasks_length_and_temperature_apply_unless_the_models_arguments_set_th
         return done
 
     monkeypatch.setattr(harness, "generate", watched)
-    prompt = held_out(1)[0].prompt
-    sampled = request(prompt, max_gen_toks=8, until="####", do_sample=True, temperature=0.7)
+    sampled = request(PROMPT, max_gen_toks=8, until="####", do_sample=True, temperature=0.7)
     SinklensLM(tiny_llada).generate_until([sampled, sampled], disable_tqdm=True)
     assert used == [(8, 8, 0.7, 0), (8, 8, 0.7, 1)], "a repeat has another seed"
     used.clear()
     SinklensLM(tiny_llada, gen_length=12, temperature=0.2).generate_until([sampled], disable_tqdm=True)
-    SinklensLM(tiny_llada).generate_until([request(prompt, do_sample=False, temperature=0.7, top_p=0.9)], True)
+    SinklensLM(tiny_llada).generate_until([request(PROMPT, do_sample=False, temperature=0.7, top_p=0.9)], True)
     assert used == [(12, 12, 0.2, 0), (24, 24, 0.0, 0)], "top_p has no effect without sampling"
 
 
 def test_answers_are_cut_at_every_stop_text_except_an_empty_one(tiny_llada):
-    prompt = held_out(1)[0].prompt
     model = SinklensLM(tiny_llada)
-    (uncut,) = model.generate_until([request(prompt, until=[])], disable_tqdm=True)
+    (uncut,) = model.generate_until([request(PROMPT, until=[])], disable_tqdm=True)
     assert "####" in uncut
-    assert model.generate_until([request(prompt, until=["", "####"])], True) == [uncut[: uncut.index("####")]]
-    assert model.generate_until([request(prompt, until="##")], True) == [uncut[: uncut.index("##")]]
+    assert model.generate_until([request(PROMPT, until=["", "####"])], True) == [uncut[: uncut.index("####")]]
+    assert model.generate_until([request(PROMPT, until="##")], True) == [uncut[: uncut.index("##")]]
 
 
 def test_the_tokenizers_chat_template_is_applied_without_a_second_start_token(words, monkeypatch):
@@ -186,10 +185,9 @@ def test_the_tokenizers_chat_template_is_applied_without_a_second_start_token(wo
         "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if not loop.last %}\n\n{% endif %}{% endfor %}"
     )
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
-    prompt = held_out(1)[0].prompt
-    text = lm.apply_chat_template([{"role": "user", "content": prompt}])
-    assert lm.tok_encode(text) == model.encode(prompt, chat_template=True)[0][0].tolist()
-    assert lm.tok_encode(prompt) == model.encode(prompt)[0][0].tolist()
+    text = lm.apply_chat_template([{"role": "user", "content": PROMPT}])
+    assert lm.tok_encode(text) == model.encode(PROMPT, chat_template=True)[0][0].tolist()
+    assert lm.tok_encode(PROMPT) == model.encode(PROMPT)[0][0].tolist()
     assert lm.chat_template(True) == template
     assert "/" not in lm.tokenizer_name
 
@@ -302,10 +300,9 @@ def gsm8k(shared, tmp_path, style, shots):
 
 
 def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
-    prompt = held_out(1)[0].prompt
     model = SinklensLM("tiny-llada", cache="refresh:3", steps=6)
-    request = Instance("generate_until", {}, (prompt, {"until": []}), 0)
-    run = sinklens.generate(model.model, prompt, cache=Refresh(every=3), steps=6)
+    request = Instance("generate_until", {}, (PROMPT, {"until": []}), 0)
+    run = sinklens.generate(model.model, PROMPT, cache=Refresh(every=3), steps=6)
     seen = []
     model.hooks = [("blocks.0.attn.hook_fresh", lambda fresh, hook: seen.append(int(fresh.sum())))]
     assert model.generate_until([request], disable_tqdm=True) == [run.text]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asked import PROMPT
 from building import EACH
 from torch import Tensor
 from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, sinks_by_loop, stacked, unwatched, watch
@@ -17,7 +18,6 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateHeads, AblateValues, KeepKeys, MaskKeys, MaskSinks
 from sinklens.sinks import EpsilonOverMean, TopK
-from sinklens.tasks import held_out
 
 MODELS = [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
 WAYS = [*((*kind, True if kind[1] else None) for kind in MODELS), ("llama", True, False)]
@@ -245,9 +245,8 @@ def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_lla
     """At each step, for every row of every head: the strongest key of the last row of the previous step."""
     patterns = []
     keep = [(f"blocks.{layer}.attn.hook_pattern", lambda value, hook: patterns.append(value)) for layer in range(4)]
-    prompt = held_out(1)[0].prompt
     run = sinklens.generate(
-        tiny_llama, prompt, hooks=[MaskSinks(queries="all"), *keep], use_cache=False, gen_length=5, progress=False
+        tiny_llama, PROMPT, hooks=[MaskSinks(queries="all"), *keep], use_cache=False, gen_length=5, progress=False
     )
     assert run.steps_run == 5
     for step in range(1, 5):
@@ -266,8 +265,7 @@ def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama,
     """Keys with a fifth of the newest token's attention more than the mean of the others, from the patterns."""
     detector = EpsilonOverMean(epsilon=0.2, unit=unit)
     masking = MaskSinks(top_k=None, detector=detector)
-    prompt = held_out(1)[0].prompt
-    watched = watch(tiny_llama, prompt, [masking], ["hook_pattern", "hook_attn_mask"], gen_length=6)
+    watched = watch(tiny_llama, PROMPT, [masking], ["hook_pattern", "hook_attn_mask"], gen_length=6)
     count = 0
     for step in range(1, watched.run.steps_run):
         before = watched.stacked("hook_pattern", step - 1)[:, 0, :, -1]

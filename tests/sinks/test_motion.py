@@ -47,7 +47,12 @@ def random_track(kind, seed):
 
 
 RANDOM = [(kind, seed) for kind in ("diffusion", "autoregressive", "holes") for seed in range(3)]
-every_random = pytest.mark.parametrize(("kind", "seed"), RANDOM)
+
+
+@pytest.fixture(params=RANDOM, ids=str)
+def track(request):
+    """Each of the random tracks."""
+    return random_track(*request.param)
 
 
 def places(track, *names):
@@ -88,9 +93,7 @@ def assert_same(found, expected):
     np.testing.assert_allclose(np.asarray(found, dtype=float), expected, rtol=1e-5, atol=1e-7)
 
 
-@every_random
-def test_the_strongest_key_has_the_largest_column_sum(kind, seed):
-    track = random_track(kind, seed)
+def test_the_strongest_key_has_the_largest_column_sum(track):
     main = motion.strongest_key(track)
     assert main.dims == ("batch", "step", "layer", "head")
     assert_same(main, naive_main(track))
@@ -98,9 +101,7 @@ def test_the_strongest_key_has_the_largest_column_sum(kind, seed):
     assert_same(motion.existing(track), naive_existing(track))
 
 
-@every_random
-def test_jumps_and_drift_equal_loops(kind, seed):
-    track = random_track(kind, seed)
+def test_jumps_and_drift_equal_loops(track):
     main, moves, line = naive_main(track), motion.jumps(track), motion.drift(track)
     for b, layer, h in places(track, "batch", "layer", "head"):
         at = {"batch": b, "layer": layer, "head": h}
@@ -118,9 +119,7 @@ def test_jumps_and_drift_equal_loops(kind, seed):
         )
 
 
-@every_random
-def test_static_shares_equal_loops(kind, seed):
-    track = random_track(kind, seed)
+def test_static_shares_equal_loops(track):
     main, found, exists = naive_main(track), track.detect(LOW).to_numpy(), naive_existing(track)
     shares = motion.static_share(track), motion.static_sinks(track.detect(LOW), motion.existing(track))
     for b in range(3):
@@ -134,9 +133,7 @@ def test_static_shares_equal_loops(kind, seed):
         assert_same(shares[1][b], mean_or_nan(stays))
 
 
-@every_random
-def test_lifetimes_equal_loops(kind, seed):
-    track = random_track(kind, seed)
+def test_lifetimes_equal_loops(track):
     found, exists = track.detect(LOW).to_numpy(), naive_existing(track)
     lives = []
     for b, layer, h, j in places(track, "batch", "layer", "head", "pos"):
@@ -162,9 +159,7 @@ def naive_jaccard(one, other):
 
 
 @pytest.mark.fast_cases(3)
-@every_random
-def test_overlap_equals_loops(kind, seed):
-    track = random_track(kind, seed)
+def test_overlap_equals_loops(track):
     sinks, exists = track.detect(LOW), motion.existing(track)
     found, there = sinks.to_numpy(), naive_existing(track)
     steps, layers, heads = (motion.overlap(sinks, exists, along) for along in ("step", "layer", "head"))
@@ -194,11 +189,9 @@ def naive_mass(track, pooled):
 
 
 @pytest.mark.fast_cases(12)
-@every_random
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("detector", [None, EpsilonOverMean(0.3)])
-def test_centroid_and_variances_equal_loops(kind, seed, pooled, detector):
-    track = random_track(kind, seed)
+def test_centroid_and_variances_equal_loops(track, pooled, detector):
     mass = naive_mass(track, pooled)
     uneven = motion.spatial_variance(track, pooled)
     centre = motion.centroid(track, detector, pooled)
@@ -317,9 +310,7 @@ def test_sinks_that_do_not_belong_together_are_rejected(unchecked, ask, text):
 
 
 @pytest.mark.fast_cases(3)
-@every_random
-def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
-    track = random_track(kind, seed)
+def test_the_table_holds_the_means_of_the_measures(track, tmp_path):
     found, exists = track.detect(LOW), motion.existing(track)
     table = motion.motion_table(track, LOW)
     lives = motion.lifetimes(found, exists)
