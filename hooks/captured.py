@@ -120,7 +120,8 @@ class Captures:
 
         The sink scores that the run records go to ``watch.sums``.
         """
-        watch, ids, biases = tree.watch, inputs["input_ids"], {}
+        watch, ids = tree.watch, inputs["input_ids"]
+        biases: dict[Point, Tensor | None] = {}
         given: dict[Any, Tensor] = {name: value for name, value in inputs.items() if value is not None}
 
         def forward(given: dict[Any, Tensor]) -> Tensor:
@@ -202,7 +203,8 @@ def _captured(watch: Watch, given: dict[Any, Tensor], forward: Forward, pool: An
 
 def _difference(found: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> float:
     """The largest difference of two vectors along the last axes, as a share of the length of the expected one."""
-    pairs = [(one.float(), other.float()) for one, other in zip(found, expected, strict=True) if other is not None]
+    both = zip(found, expected, strict=True)
+    pairs = [(one.float(), other.float()) for one, other in both if one is not None and other is not None]
     shares = [(one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30) for one, other in pairs]
     return torch.stack([share.max() for share in shares]).max().item()
 
@@ -256,7 +258,7 @@ def fingerprint(tree: Any) -> Hashable:
             return None  # quantized
         devices |= {one.device for one in tensors}
         types |= {one.dtype for one in own["_parameters"].values() if one is not None}
-        found.append((type(module), _plain(own), *map(_place, tensors)))
+        found.append((id(type(module)), _plain(own), *map(_place, tensors)))
     return (*found, *_settings()) if devices == {device} and len(types) == 1 else None
 
 

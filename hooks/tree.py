@@ -259,7 +259,7 @@ class HookTree(ModelWeights, HookFront):
             columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         given |= {"time": time} if self.architecture.time else {}
         if of_step and self.captures.usable(self.watch, input_ids):
             return self.captures.run(self, {"input_ids": input_ids, **given}, base)
