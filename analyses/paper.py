@@ -32,7 +32,7 @@ from sinklens.evaluation.verification import MOST_SINKS, STILL
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
-from sinklens.sinks.labels import short
+from sinklens.sinks.labels import COLOURS, SEQUENTIAL, short, token_labels, token_ticks
 from sinklens.views import curves, interval_dots, most_moving_head, panels, sink_map, sink_paths
 from sinklens.views.patterns import patterns_at
 
@@ -333,14 +333,18 @@ def _each(data: Mapping[str, xr.Dataset], draw: Callable[..., None], per_model: 
 
 
 def _strength(ax: "Axes", data: xr.Dataset, name: str) -> None:
-    image = ax.imshow(data["strength"].mean("prompt"), cmap="magma", aspect="auto", vmin=0)
+    image = ax.imshow(data["strength"].mean("prompt"), cmap=SEQUENTIAL, aspect="auto", vmin=0)
     ax.figure.colorbar(image, ax=ax, label="column sum of the strongest key")
     ax.set(xlabel="head", ylabel="layer", title=name)
 
 
 def _moving(before: "Axes", after: "Axes", data: xr.Dataset, name: str) -> None:
+    labels = token_labels(SinkTrack(data))
     for ax, step, pattern in zip((before, after), data["moment"].to_numpy(), data["pattern"], strict=True):
-        ax.imshow(pattern, cmap="magma", interpolation="nearest")
+        image = ax.imshow(pattern, cmap=SEQUENTIAL, interpolation="nearest")
+        ax.figure.colorbar(image, ax=ax, label="attention")
+        token_ticks(ax.xaxis, labels)
+        token_ticks(ax.yaxis, labels)
         ax.set(xlabel="key", ylabel="query", title=f"{name}, {data.attrs['of']}, step {step}")
 
 
@@ -348,8 +352,8 @@ def _separate(queries: "Axes", single: "Axes", data: xr.Dataset, name: str) -> N
     """What masked and other queries attend to, and the first sink that lives a single step."""
     step, track = int(data["moment"][1]), SinkTrack(data)
     masked = data["masked"][0, step].to_numpy()
-    for label, members in (("masked queries", masked), ("other queries", ~masked)):
-        queries.plot(data["pattern"][1][members].mean("query"), label=label)
+    for label, members, colour in (("masked queries", masked, COLOURS[0]), ("other queries", ~masked, COLOURS[1])):
+        queries.plot(data["pattern"][1][members].mean("query"), label=label, color=colour)
     queries.legend(fontsize="small")
     queries.set(xlabel="position", ylabel="attention received", title=f"{name}, {data.attrs['of']}, step {step}")
     lives = motion.lifetimes(track.detect(), motion.existing(track))

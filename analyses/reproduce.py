@@ -82,7 +82,7 @@ class Request:
             models the problems that ship with them.
         sinks_only: Table 1 also under the reading of `masking`'s ``sinks_only``.
         run_generated_code: run the programs of HumanEval, in isolation.
-        batch, seed: of runs.
+        batch_size, seed: of runs.
         loading: model -> keyword arguments of `sinklens.load`.
         call: the words of the command.
 
@@ -96,7 +96,7 @@ class Request:
     data: str | None = None
     sinks_only: bool = False
     run_generated_code: bool = False
-    batch: int = 5
+    batch_size: int = 5
     seed: int = 0
     loading: dict[str, dict[str, Any]] = field(default_factory=dict)
     call: tuple[str, ...] = ()
@@ -160,13 +160,13 @@ def reproduce(
         if set(asked.items) != {"table1"}:
             chosen = {key: value for key, value in asked.settings(name).items() if key in setting_names(model, {})}
             study = PaperFigures(
-                asked.seed, asked.batch, chosen, bool(getattr(model.tokenizer, "chat_template", None)), shard=shard
+                asked.seed, asked.batch_size, chosen, bool(getattr(model.tokenizer, "chat_template", None)), shard=shard
             )
             found.append(study.run([model], asked.prompts, out / "generations" / model.fingerprint, report))
         for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
             evaluate(
-                model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit, batch=asked.batch,
-                seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]),
+                model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit,
+                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]),
                 progress=lambda condition, done, total, name=name: report(  # type: ignore[misc]
                     f"{name}: {condition.name}", done, total
                 ),

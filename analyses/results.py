@@ -65,7 +65,8 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
         before = read_json(file)
         summary = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
         earlier, now = (
-            {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
+            {**one, "options": {**one["options"], "batch_size": 0}}
+            for one in (before, json.loads(json.dumps(manifest)))
         )
     except (CheckpointError, KeyError, TypeError):
         return  # missing, or not the manifest of a study

@@ -74,7 +74,7 @@ class Study(ABC):
         together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
             one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
         seed: seed of the runs and of the bootstrap.
-        batch: prompts per run; the results do not depend on it.
+        batch_size: prompts per run; the results do not depend on it.
         settings: sampler settings; each model uses those that its sampler has.
         chat_template: as in `sinklens.generate`.
         cache: a cache policy or its name, for the runs of a study that can measure them under one.
@@ -98,7 +98,7 @@ class Study(ABC):
     under_policies: ClassVar[bool] = False
     scored: ClassVar[str] = ""
     seed: Seed = 0
-    batch: Count = 10
+    batch_size: Count = 10
     settings: dict[str, Any] = field(default_factory=dict)
     chat_template: bool | str = False
     shown: int = 0
@@ -246,7 +246,7 @@ class Study(ABC):
             left = [number for number in range(first, len(prompts), parts) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
             try:
-                size = self.batch if self.together else 1
+                size = self.batch_size if self.together else 1
                 for numbers in equals_apart(left, lambda number: repr(prompts[number]), size):
                     units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
                     report(model.name, len(units.done), len(prompts))
@@ -422,7 +422,7 @@ def _code_hash() -> str:
 
 def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that determines the measurements of one model; the batch size does not."""
-    options = {name: value for name, value in manifest["options"].items() if name != "batch"}
+    options = {name: value for name, value in manifest["options"].items() if name != "batch_size"}
     shared = {
         name: value for name, value in manifest.items() if name not in ("models", "options", "resamples", "groups")
     }

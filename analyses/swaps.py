@@ -61,7 +61,7 @@ class Swaps(Study):
     """See the module.
 
     Attributes:
-        places: number of places to swap on each canvas.
+        count: number of places to swap on each canvas.
     """
 
     name: ClassVar[str] = "swaps"
@@ -69,7 +69,7 @@ class Swaps(Study):
         "swaps are made in passes over the complete text, and its steps compute those of their canvas alone"
     )
     together: ClassVar[bool] = False
-    places: Count = 4
+    count: Count = 4
 
     def refusal(self, model: "Model") -> str:
         if model.tree.changes_attention:
@@ -90,7 +90,7 @@ class Swaps(Study):
     def _means(self, run: "Generation", replace: str, by: str) -> tuple[float, float]:
         """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one kind."""
         known = by != "mask" or run.model.mask_token_id is not None
-        found = swap(run, replace, by, places=self.places, seed=self.seed) if known else None
+        found = swap(run, replace, by, count=self.count, seed=self.seed) if known else None
         if found is None or not found.sizes["swap"]:
             return float("nan"), float("nan")
         return float(found["sinks_before"].mean()), float(found["sinks_after"].mean())

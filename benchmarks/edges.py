@@ -28,7 +28,7 @@ def stacking(*arguments: Any, repeats: int = 3) -> str:
         times = []
         for _ in range(repeats):
             start = time.process_time()
-            found[edges] = path_patching_effects(*arguments, senders=SENDERS, edges_per_pass=edges)["effect"]
+            found[edges] = path_patching_effects(*arguments, senders=SENDERS, batch_size=edges)["effect"]
             times.append(time.process_time() - start)
         best[edges] = min(times)
     difference = float(abs(found[16] - found[1]).max())
@@ -57,7 +57,7 @@ def main() -> None:
             print(stacking(model, ids, other, metric), flush=True)
         truth = path_patching_effects(model, ids, other, metric)
         for path in (0, 8):
-            found = agreement(edge_attribution(model, ids, other, metric, path=path), truth)["effect"]
+            found = agreement(edge_attribution(model, ids, other, metric, ig_steps=path), truth)["effect"]
             print(
                 f"{old} → {new}, step {step}, path={path}: {found.places} edges, rank correlation "
                 f"{found.rank_correlation:.2f}, Pearson {found.correlation:.2f}, error {found.relative_error:.2f}",

@@ -174,7 +174,7 @@ def growing(pairs: int) -> Iterator[Ratio]:
 
         def work() -> object:
             with tempfile.TemporaryDirectory() as folder:
-                record = Record(to=Path(folder) / "run.zarr") if on_disk else True
+                record = Record(out=Path(folder) / "run.zarr") if on_disk else True
                 return sinklens.generate(
                     model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record,
                     progress=False,
@@ -201,7 +201,7 @@ def _on_disk(model: sinklens.Model) -> Ratio:
         store = Path(folder) / "run.zarr"
         prompt = torch.randint(3, TINY["vocab"], (1, 1024 - ANSWER))
         sinklens.generate(
-            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=Record(to=store),
+            model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=STEPS, record_sinks=Record(out=store),
             progress=False,
         )  # fmt: skip
         found = sum(file.stat().st_size for file in store.rglob("*") if file.is_file()) / 1e6
@@ -228,7 +228,7 @@ def writing(pairs: int) -> Iterator[Ratio]:
             with tempfile.TemporaryDirectory() as folder, mock.patch.object(recorder, "StoredSteps", store):
                 return sinklens.generate(
                     model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=ANSWER, progress=False,
-                    record_sinks=Record(to=Path(folder) / "run.zarr"),
+                    record_sinks=Record(out=Path(folder) / "run.zarr"),
                 )  # fmt: skip
 
         what = f"recorded on disk: in the background ÷ at once (tiny-llada's size, S = {length}, {ANSWER} steps)"

@@ -23,6 +23,7 @@ from typing import Any
 import griffe
 import yaml
 from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File
 
 from sinklens.cli.app import build
 
@@ -32,6 +33,9 @@ SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n(?=\1 ))*)", f
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
 SHAPES = {"{": "dict", "[": "list", "(": "tuple"}
 DIV = '<div class="names" markdown>'  # on a narrow screen, docs/assets/sinklens.css sets the cells below each other
+CELL = re.compile(r"<td.*?</td>", flags=re.DOTALL)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+BREAK = re.compile(r"(?<=\w)([._(=/])(?=\w)")
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", flags=re.MULTILINE)
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -43,6 +47,18 @@ def on_config(config: Any) -> Any:
     _link_tree(Path(_scratch[-1].name))
     config.plugins["mkdocstrings"].config.handlers.setdefault("python", {})["paths"] = [_scratch[-1].name]
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Copy the executed notebooks into the site."""
+    for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Let code in cells break behind a dot, an underscore or a bracket, and nowhere else."""
+    return CELL.sub(lambda cell: CODE.sub(lambda code: BREAK.sub(r"\1<wbr>", code[0]), cell[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:

@@ -1,14 +1,16 @@
-"""Build the wheel, install it outside the repository, and trace a run with it.
+"""Build the wheel, install it outside the repository, and run the README's examples with it.
 
 An editable install hides what a wheel lacks: a subpackage that pyproject.toml does not list, or a checkpoint that
-package-data does not match. The wheel's contents are therefore compared with the folders, and a small script runs in a
-fresh environment in a temporary folder. The build uses a copy of the sources, because setuptools leaves a `build/`
-folder behind and packs its contents, including deleted modules, into the next wheel.
+package-data does not match. The wheel's contents are therefore compared with the folders, and a small script and the
+README's examples run in a fresh environment in a temporary folder. The build uses a copy of the sources, because
+setuptools leaves a `build/` folder behind and packs its contents, including deleted modules, into the next wheel.
 
-Caveat: the fresh environment needs every dependency; without a package cache this downloads a few hundred MB.
+Caveat: the fresh environment needs every dependency; without a package cache this downloads a few hundred MB. Where pip
+reaches no package index, nothing is checked, and the last line says so.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from sinklens.views import report
 assert "</html>" in report(t, "run.html").read_text(), "the page is incomplete"
 print(text.strip())
 """
-"""Run from a file rather than with `-c`, because nnsight reads the source of the block it traces."""
+"""Run from a file and not with `-c`, as nnsight reads the source of a traced block; the README's examples follow."""
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
@@ -96,13 +98,30 @@ def check_contents(wheel: Path) -> None:
         sys.exit("the wheel contains no checkpoint: sinklens/model/shipped is empty")
 
 
+def has_index(scratch: Path) -> bool:
+    """Whether pip can fetch a package."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        scratch / "index",
+        "packaging",
+    ]
+    return subprocess.run([str(part) for part in command], capture_output=True).returncode == 0
+
+
 def check_run(wheel: Path, scratch: Path) -> str:
-    """The text that the probe generates in a fresh environment, without access to the Hub."""
+    """The output of the probe and of the README's examples in a fresh environment, without access to the Hub."""
     environment = scratch / "environment"
     python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     elsewhere = scratch / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "probe.py").write_text(PROBE)
+    examples = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (elsewhere / "probe.py").write_text("\n".join([PROBE, *examples]))
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=scratch)
     pip = (sys.executable, "-m", "pip", "--python", python)
     run(*pip, "install", "--quiet", "--no-compile", "-c", CONSTRAINTS, wheel, cwd=elsewhere)
@@ -113,13 +132,16 @@ def main() -> None:
     """Build, compare, install, run."""
     with tempfile.TemporaryDirectory(prefix="sinklens-wheel-") as folder:
         scratch = Path(folder)
+        if not has_index(scratch):
+            print("skipped: pip reaches no package index, which a fresh environment needs")
+            return
         print("building the wheel", flush=True)
         wheel = build(scratch)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB", flush=True)
         check_contents(wheel)
         print("installing it into a fresh environment", flush=True)
         print(check_run(wheel, scratch), end="")
-    print("the wheel is complete; a trace ran and a page was written with it")
+    print("the wheel is complete; a page was written and the README's examples ran with it")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_an_evaluation_gives_a_row_the_same_answer_in_any_batch(model, family, t
     records = []
     for batch in (1, 2):
         protocol = find_protocol("tiny-gsm").with_settings({"gen_length": LENGTH, **SETTINGS[family]})
-        evaluate(model, protocol, masking([1]), tmp_path / str(batch), limit=2, batch=batch)
+        evaluate(model, protocol, masking([1]), tmp_path / str(batch), limit=2, batch_size=batch)
         runs = LedgerRun.all(tmp_path / str(batch))
         records.append({(run.name, record["sample"]): record["tokens"] for run in runs for record in run.records()})
     assert records[0] == records[1]

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -71,6 +72,55 @@ loaded("the lab", ("starlette", "uvicorn"))
 def test_every_public_name_exists():
     modules = [importlib.import_module(package) for package in PROJECT["tool"]["setuptools"]["packages"]]
     assert [(module.__name__, name) for module in modules for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def _signatures() -> Iterator[tuple[str, inspect.Signature]]:
+    """Every public function, class and method of the project's own, by its public name."""
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) and issubclass(value, Exception):
+                continue  # built in Python's own code, without a signature
+            if inspect.isfunction(value) or inspect.isclass(value):
+                yield name, inspect.signature(value)
+            for method, code in inspect.getmembers(value, inspect.isroutine) if inspect.isclass(value) else ():
+                if not method.startswith("_") and str(getattr(code, "__module__", "")).startswith("sinklens"):
+                    yield f"{name}.{method}", inspect.signature(code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "allowed"),
+    [
+        ("batch index at_once n_rows", "row or batch_size", ()),
+        (
+            "to dest destination folder directory filename",
+            "out, or path of save and load",
+            ("LedgerRun", "Trace.source"),
+        ),  # the second is nnsight's
+        ("prompt", "prompts", ("Sample", "Study.example")),  # a record of one, and one beside the study's
+        ("report callback verbose", "progress", ()),
+        ("axes axis", "ax", ()),
+        ("places location", "where", ()),
+        ("t result generation", "run", ("Problem",)),  # the number of a calculation
+    ],
+)
+def test_one_thing_has_one_name_in_every_public_signature(wrong, right, allowed):
+    given = {
+        name: [one.name for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        for name, signature in _signatures()
+        if name not in allowed
+    }
+    assert len(given) > 400
+    assert {name: right for name, names in given.items() if set(wrong.split()) & set(names)} == {}
+
+
+def test_functions_that_draw_take_axes_and_steps_are_the_samplers_where_there_are_settings():
+    drawing = {name: signature for name, signature in _signatures() if signature.return_annotation == "Axes"}
+    assert len(drawing) >= 6
+    assert [name for name, signature in drawing.items() if "ax" not in signature.parameters] == []
+    chosen = {name: signature for name, signature in _signatures() if "only_steps" in signature.parameters}
+    assert [name for name, signature in chosen.items() if "settings" not in signature.parameters] == []
 
 
 def test_dependencies_are_pinned_inside_their_ranges():

@@ -112,7 +112,7 @@ def test_strongest_keys_follow_the_planted_paths(runs, dtype):
     run = runs[dtype]
     for row, expected in enumerate(by_hand(run)):
         for name in WITH_SINK:
-            assert run.sinks.trajectory(*HEADS[name], batch=row).tolist() == expected[name], (row, name)
+            assert run.sinks.trajectory(*HEADS[name], row=row).tolist() == expected[name], (row, name)
         for name in HEADS:
             assert of(planted_paths(*tokens(run.sinks)), name)[row].to_numpy().tolist() == expected[name], (row, name)
 
@@ -157,7 +157,7 @@ def test_column_sums_are_the_planted_ones_on_any_canvas(models, dtype, error):
 def test_several_tokens_per_step_and_blocks_move_the_sinks_by_as_many(model, steps, block_length, jump):
     track = decode(model, steps=steps, block_length=block_length).sinks
     for name in MOVING:
-        path = track.trajectory(*HEADS[name], batch=0)
+        path = track.trajectory(*HEADS[name], row=0)
         assert path.tolist() == list(range(path[0], path[0] + GEN, jump))
         assert path.tolist() == of(planted_paths(*tokens(track)), name)[0].to_numpy().tolist()
 

@@ -241,8 +241,8 @@ def both(prompt, column, new):
     positions = sorted({column, *range(0, ids.shape[1], 4), *masks[:3]})
     truth = patching_effects(model, ids, other, metric, is_head_output, positions=positions)
     plain = attribution_patching(model, ids, other, metric, is_head_output)
-    along = attribution_patching(model, ids, other, metric, is_head_output, path=8)
-    return truth, {"one gradient": plain, "path=8": along}
+    along = attribution_patching(model, ids, other, metric, is_head_output, ig_steps=8)
+    return truth, {"one gradient": plain, "ig_steps=8": along}
 
 
 # %%
@@ -263,14 +263,14 @@ for (new, way), score in scores.items():
     print(f"6 against {new:2}, {way:12}: r = {score.correlation:5.2f}, relative error {score.relative_error:.2f}")
 assert scores[12, "one gradient"].correlation > 0.9
 assert scores[7, "one gradient"].correlation < 0
-assert scores[7, "path=8"].correlation > 0.8
+assert scores[7, "ig_steps=8"].correlation > 0.8
 
 # %% [markdown]
 # For 6 against 12, one gradient ranks the places well. For 6 against 7, its sign is wrong: the attention that copies a
-# number is saturated, and its gradient in the corrupted pass carries no information about another number. With `path=8`
-# the gradient is averaged over eight mixtures of the two embeddings, and the correlation is right in both cases; the
-# sizes are not (see the relative error). The estimate alone does not show whether its sign is right: compare it with
-# `patching_effects` at some places before you rely on it.
+# number is saturated, and its gradient in the corrupted pass carries no information about another number. With
+# `ig_steps=8` the gradient is averaged over eight mixtures of the two embeddings, and the correlation is right in both
+# cases; the sizes are not (see the relative error). The estimate alone does not show whether its sign is right: compare
+# it with `patching_effects` at some places before you rely on it.
 #
 # ## Exercises
 #
@@ -304,9 +304,10 @@ assert share.min() > 0.9
 # %%
 truth, _ = both(clean_prompt, NUMBER, 7)
 ids, other, metric = copy_of_number(clean_prompt, NUMBER, 7)
-for path in (2, 8, 32):
-    score = agreement(attribution_patching(model, ids, other, metric, is_head_output, path=path), truth)["attn.hook_z"]
-    print(f"3. path={path:2}: r = {score.correlation:.2f}, relative error {score.relative_error:.2f}")
+for steps in (2, 8, 32):
+    along = attribution_patching(model, ids, other, metric, is_head_output, ig_steps=steps)
+    score = agreement(along, truth)["attn.hook_z"]
+    print(f"3. ig_steps={steps:2}: r = {score.correlation:.2f}, relative error {score.relative_error:.2f}")
 
 # %% [markdown]
 # A longer path does not help. The remaining error has another cause: on the path all values change together, and a

@@ -140,9 +140,9 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 # On a machine with GPUs, one command per family then produces the paper's table:
 #
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct meta-llama/Llama-3.1-8B-Instruct --protocol llada-gsm8k \
-#         --mask-sinks 0 1 5 10 --controls random --of-unmasked --batch 16 --engine ray --out results/
+#         --mask-sinks 0 1 5 10 --controls random --of-unmasked --batch-size 16 --engine ray --out results/
 #     sinklens evaluate Dream-org/Dream-v0-Instruct-7B --protocol dream-gsm8k --mask-sinks 0 1 5 10 --controls random \
-#         --of-unmasked --batch 16 --engine ray --out results/
+#         --of-unmasked --batch-size 16 --engine ray --out results/
 #     sinklens table results/
 #
 # gsm8k and humaneval are downloaded too, or read from `--data`. Generated tasks (`tiny-gsm`, `tiny-code`)
@@ -191,7 +191,7 @@ def stop_after_two(condition, done, total):
 
 
 try:
-    evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=5, progress=stop_after_two)
+    evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch_size=5, progress=stop_after_two)
 except KeyboardInterrupt:
     print("interrupted")
 
@@ -217,7 +217,7 @@ assert len(first["unmasked"]) == 10
 # same work differently.
 
 # %%
-evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20)
+evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch_size=20)
 second = recorded("results")
 assert all(record in second["unmasked"] for record in first["unmasked"])  # finished samples are unchanged
 assert {name: len(found) for name, found in second.items()} == dict.fromkeys(second, 20)  # the rest was added

@@ -147,7 +147,7 @@ def metric(logits):
 
 
 clean, other = run.canvas[:, STEP], run.canvas[:, STEP - 1]
-estimate = edge_attribution(model, clean, other, metric, path=4)
+estimate = edge_attribution(model, clean, other, metric, ig_steps=4)
 reads = estimate.sel(sender=[f"L{LAYER}H{HEAD}"])
 print(f"the metric changes by {estimate.attrs['clean'] - estimate.attrs['corrupted']:.5f} nats")
 print(*Circuit.strongest(reads, count=3).edges, sep="\n")

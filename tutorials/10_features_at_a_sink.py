@@ -158,7 +158,7 @@ assert table.loc["chosen", "sinks gone"] > table.loc["control", "sinks gone"] + 
 
 # %%
 texts = [problem.prompt for problem in training(seed=5, size=24)]
-store = features.collect(model, texts, point, "masked.zarr", scope="masked", batch=12)
+store = features.collect(model, texts, point, "masked.zarr", scope="masked", batch_size=12)
 quality = features.assess(model, saes["masked"], point, texts[:4])
 print(f"{len(store)} activations")
 print(quality[["explained_variance", "dead", "recovered"]].to_dataframe().round(3))
@@ -174,7 +174,7 @@ assert quality["recovered"].sel(scope="masked") > 0.99
 # %%
 from sinklens.experiments import logit_lens, train_tuned_lens
 
-lens = train_tuned_lens(model, texts, buckets=2, updates=60, batch=128, learning_rate=3e-3, places=4000)
+lens = train_tuned_lens(model, texts, buckets=2, updates=60, update_size=128, learning_rate=3e-3, sample_size=4000)
 agreement = {}
 for name, tuned in (("logit lens", None), ("tuned lens", lens)):
     data = logit_lens(model, run, lens=tuned, top_k=1, steps=range(0, 24, 2))

@@ -77,7 +77,7 @@ def evaluate(
     masks: Masking = MASKING,
     cache: Names = (),
     limit: Integer | None = None,
-    batch: Integer = 25,
+    batch_size: Integer = 25,
     allow_longer: bool = False,
     shard: str = "0/1",
     engine: Literal["here", "ray"] = "here",
@@ -103,7 +103,7 @@ def evaluate(
         cache: also evaluate every condition under these cache policies, such as prefix, dual or keep-sinks:4; an
             unknown name lists all (default: every step is exact)
         limit: only the first N samples (default: all)
-        batch: samples that are run and recorded together
+        batch_size: samples that are run and recorded together
         allow_longer: run prompts beyond the model's context, e.g. to rehearse a protocol with a small model
         shard: I/N: every N-th sample, starting at I; processes with other shards may run at once
         engine: this process, or a Ray cluster
@@ -127,7 +127,7 @@ def evaluate(
     seed = asked.get("seed", 0)
     conditions = masking(mask_sinks, **vars(masks), seed=seed)
     shared: dict[str, Any] = {
-        "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed,
+        "task": chosen.make_task(prompts or data), "limit": limit, "batch_size": batch_size, "seed": seed,
         "shard": shard_of(shard), "cache": cache, "allow_longer": allow_longer,
     }  # fmt: skip
     workers = OnRay(**vars(cluster)) if engine == "ray" else None

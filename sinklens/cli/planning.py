@@ -44,7 +44,7 @@ def plan(
     model: str,
     /,
     *,
-    batch: Integer = 1,
+    batch_size: Integer = 1,
     prompt_length: Integer = 128,
     watch: Names = (),
     keep: bool = False,
@@ -61,7 +61,7 @@ def plan(
 
     Args:
         model: shipped name, folder, config.json, or hub name; no weights
-        batch: prompts at a time
+        batch_size: prompts at a time
         prompt_length: tokens of a prompt
         watch: points that hooks or a block read: patterns, scores, streams, or names (default: none)
         keep: watched values stay until the step ends
@@ -79,7 +79,7 @@ def plan(
 
     named = [find_card(name) for name in cards]
     found = plan_run(
-        model, batch=batch, prompt_length=prompt_length, watch=watch, keep=keep, record_sinks=not no_sinks,
+        model, batch_size=batch_size, prompt_length=prompt_length, watch=watch, keep=keep, record_sinks=not no_sinks,
         cached=cached, load=loading or {}, quantization=quantization, dtype=getattr(torch, element_type),
         **settings or {},
     )  # fmt: skip
@@ -90,7 +90,7 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
     """A plan in words."""
     settings = found.settings
     lines = [
-        f"{found.model}: {found.parameters:,} parameters; batch {found.batch}, {found.prompt_length} + "
+        f"{found.model}: {found.parameters:,} parameters; batch {found.batch_size}, {found.prompt_length} + "
         f"{settings.gen_length} positions, at most {settings.most_steps} steps ({settings.name})",
         f"  on the device: {size_text(found.device_bytes)}",
         f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {size_text(found.weights)}",
@@ -99,7 +99,7 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
     keys = [f"    keys and values: {size_text(found.keys)} at the end of the run"] * bool(found.keys)
     host = (
         f"  in main memory: {size_text(found.host_bytes)} for the track and the canvases, twice while they are joined; "
-        f"Record(to='run.zarr') keeps the track on disk"
+        f"Record(out='run.zarr') keeps the track on disk"
     )
     times = [
         f"  {card.name}: {duration(found.seconds(card, utilization))} at {utilization:.0%} of "

@@ -28,8 +28,8 @@ LEGEND = (
 )
 CACHES = (
     "speed: seconds per sample of the exact unmasked run over those of the condition, on the samples that both have. "
-    "Compare runs of one machine, with one --batch. A step under a policy computes fewer queries, so do not compare "
-    "its sinks/head with those of exact steps."
+    "Compare runs of one machine, with one --batch-size. A step under a policy computes fewer queries, so do not "
+    "compare its sinks/head with those of exact steps."
 )
 ESCAPING = (
     "A key masked at one step receives no attention there, so it does not count as a sink and is not masked at the "

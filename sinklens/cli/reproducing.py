@@ -30,7 +30,7 @@ def reproduce(
     data: Path | None = None,
     sinks_only: bool = False,
     run_generated_code: bool = False,
-    batch: Integer = 5,
+    batch_size: Integer = 5,
     seed: Integer = 0,
     shard: str = "0/1",
     resume: bool = False,
@@ -49,7 +49,7 @@ def reproduce(
             that ship with them)
         sinks_only: Table 1 also with only those of the K strongest keys masked that are sinks by Eq. 3
         run_generated_code: allow the programs of HumanEval, written by a model, to run on this machine, in isolation
-        batch: prompts run together
+        batch_size: prompts run together
         seed: the same seed gives the same result
         shard: I/N: every N-th generation and sample, starting at I; processes with other shards may run at once. Then
             run once without it to write the pages
@@ -70,7 +70,7 @@ def reproduce(
     else:
         given = {name: fitted(name, loading) for name in models}
         path = None if data is None else str(data)
-        asked = Request(models, only, limit, path, sinks_only, run_generated_code, batch, seed, given, tuple(call))
+        asked = Request(models, only, limit, path, sinks_only, run_generated_code, batch_size, seed, given, tuple(call))
     if dry_run:
         for name in asked.models:
             _print_plans(planned, name, asked)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 from cyclopts import Parameter
 
@@ -27,8 +28,8 @@ def lm_eval(*options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> N
 
     from lm_eval.__main__ import cli_evaluate  # isort: skip
 
-    sys.argv = ["sinklens lm-eval", *options]
-    cli_evaluate()
+    with patch.object(sys, "argv", ["sinklens lm-eval", *options]):  # the harness reads it
+        cli_evaluate()
 
 
 def table(

@@ -35,7 +35,7 @@ def run_study(
     prompts: Path | None = None,
     group: str | None = None,
     limit: Integer | None = None,
-    batch: Integer = 10,
+    batch_size: Integer = 10,
     seeds: bool = False,
     settings: Settings | None = None,
     run: Run | None = None,
@@ -54,7 +54,7 @@ def run_study(
             document or author; matched comparisons compare within groups, and intervals resample groups (default: the
             templates of the shipped problems; none for a file)
         limit: only the first N prompts (default: 100 of the shipped problems; all prompts of a file)
-        batch: prompts run together, where the study supports it; does not affect the results
+        batch_size: prompts run together, where the study supports it; does not affect the results
         seeds: the models are training runs that differ in their seed: also print and write every measure over all of
             them, with an interval over seeds and prompts
     """
@@ -77,7 +77,7 @@ def run_study(
         )
     groups = read_groups(prompts, group, limit) if group is not None and prompts is not None else None
     answers = _answers(prompts, limit, kind, asked)
-    study = kind(batch=batch, settings=settings or {}, answers=answers, **run or {})
+    study = kind(batch_size=batch_size, settings=settings or {}, answers=answers, **run or {})
     check_folder(out, "a study")
     loaded = [load(model, **fitted(model, loading, settings)) for model in models]
     with counting("prompts", out, call) as count:

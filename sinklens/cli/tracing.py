@@ -93,7 +93,7 @@ def verify(
     fingerprint: str = "",
     protocol: str = "",
     score: float | None = None,
-    batch: Integer = 10,
+    batch_size: Integer = 10,
     settings: Settings | None = None,
     loading: LoadingOfRun | None = None,
 ) -> None:
@@ -107,14 +107,14 @@ def verify(
         fingerprint: the expected fingerprint (default: of shipped models)
         protocol: another protocol, or a task (default: a protocol with a published score)
         score: accuracy that was published for these settings on all problems (default: the protocol's)
-        batch: problems at a time
+        batch_size: problems at a time
     """
     from sinklens.evaluation.verification import verify as checked
     from sinklens.model import load
 
     found = checked(
         load(model, **fitted(model, loading, settings), check=False), out / "runs", problems=problems, data=data,
-        fingerprint=fingerprint, protocol=protocol, score=score, batch=batch, settings=settings or {},
+        fingerprint=fingerprint, protocol=protocol, score=score, batch_size=batch_size, settings=settings or {},
     )  # fmt: skip
     write_file(out / "report.json", found.to_json())
     write_file(out / "report.md", found.to_markdown())

@@ -76,8 +76,8 @@ class SinklensLM(TemplateLM):
         seed: for sampling, and for the random keys of `mask_sinks`. Repeats of a request use seed, seed + 1, ….
         cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
             the harness's response cache.
-        mc_num, mc_batch, mc_masking: `mc_num`, `batch` and `masking` of the likelihood of a diffusion model; see
-            `sinklens.experiments.nll.noise.DrawRule`. Its guidance is the setting ``cfg_scale``.
+        mc_num, mc_batch, mc_masking: `mc_num`, `draws_per_start` and `masking` of the likelihood of a diffusion
+            model; see `sinklens.experiments.nll.noise.DrawRule`. Its guidance is the setting ``cfg_scale``.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is
             ignored on a machine without a GPU.
         settings: sampler settings; they override the task's.

@@ -57,7 +57,7 @@ class RunPlan:
 
     Attributes:
         model, settings: the model's name and the sampler's settings.
-        batch, prompt_length: rows, and positions of the longest prompt.
+        batch_size, prompt_length: rows, and positions of the longest prompt.
         parameters: number of parameters.
         quantization: name of the quantization; of a checkpoint that is stored quantized, its own.
         alternatives: `weights` by quantization.
@@ -75,7 +75,7 @@ class RunPlan:
 
     model: str
     settings: "Sampler"
-    batch: int
+    batch_size: int
     prompt_length: int
     parameters: int
     quantization: str
@@ -111,12 +111,12 @@ class RunPlan:
         """Time of the run on `card`, at a share of its peak; raises like `Card.rate`."""
         return self.passes * max(self.flops / card.rate(utilization), self.moved / card.bandwidth)
 
-    def with_batch(self, batch: int) -> "RunPlan":
+    def with_batch(self, batch_size: int) -> "RunPlan":
         """The plan of a run with another number of rows."""
-        share = batch / self.batch
+        share = batch_size / self.batch_size
         return replace(
-            self, batch=batch, step=self.step + (batch - self.batch) * self.step_row, keys=round(self.keys * share),
-            first_keys=round(self.first_keys * share), track=round(self.track * share),
+            self, batch_size=batch_size, step=self.step + (batch_size - self.batch_size) * self.step_row,
+            keys=round(self.keys * share), first_keys=round(self.first_keys * share), track=round(self.track * share),
             canvases=round(self.canvases * share), flops=self.flops * share,
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class RunPlan:
 def plan_run(
     source: str | Path,
     *,
-    batch: int = 1,
+    batch_size: int = 1,
     prompt_length: int = 128,
     watch: Sequence[str] = (),
     keep: bool = False,
@@ -149,7 +149,7 @@ def plan_run(
     Args:
         source: a shipped name, a folder with config.json, that file, or a name on the hub, of which only the small
             files are downloaded.
-        batch: prompts that run together.
+        batch_size: prompts that run together.
         prompt_length: positions of a prompt.
         watch: points whose values hooks or a trace block read: "patterns", "scores" (before the softmax), "streams", or
             a name such as "mlp.hook_post" or "blocks.3.attn.hook_z".
@@ -174,37 +174,39 @@ def plan_run(
         f"{nearest(quantization, QUANTIZATIONS)}",
     )
     require(
-        batch >= 1 and prompt_length >= 1,
-        f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.",
+        batch_size >= 1 and prompt_length >= 1,
+        f"a plan needs a batch and a prompt of at least 1; got {batch_size} and {prompt_length}.",
     )
     with fake_model(source, load or {}, dtype) as model:
         chosen = settings_for(model, dict(settings))
         length, steps = prompt_length + chosen.gen_length, chosen.most_steps
         require(
-            batch * length <= MOST_POSITIONS,
-            f"a plan has at most {MOST_POSITIONS:,} positions; {batch:,} rows of {length:,} are more. Plan a smaller "
-            f"batch, prompt or gen_length.",
+            batch_size * length <= MOST_POSITIONS,
+            f"a plan has at most {MOST_POSITIONS:,} positions; {batch_size:,} rows of {length:,} are more. Plan a "
+            f"smaller batch, prompt or gen_length.",
         )
-        points, several = watched_points(model, watch), max(2, batch)
+        points, several = watched_points(model, watch), max(2, batch_size)
         one, more = (_peak(model, chosen, prompt_length, rows, points, keep, record_sinks) for rows in (1, several))
-        step = one if batch == 1 else more
-        plain = _peak(model, chosen, prompt_length, batch, [], False, record_sinks) if points else step
+        step = one if batch_size == 1 else more
+        plain = _peak(model, chosen, prompt_length, batch_size, [], False, record_sinks) if points else step
         stored = weights_by_quantization(model, quantization)
         quantization = quantization if quantization in stored else next(iter(stored))
         rows, first, undecided = _sizes(chosen, prompt_length)
-        keys = _keys(model, chosen, batch * rows, prompt_length, cached)
+        keys = _keys(model, chosen, batch_size * rows, prompt_length, cached)
         queries, seen = queries_and_keys(chosen, float(prompt_length), model)
-        flops = batch * rows * flops_of(model, queries, seen, undecided / 2 if undecided > 1 else 1.0, record_sinks)
+        flops = (
+            batch_size * rows * flops_of(model, queries, seen, undecided / 2 if undecided > 1 else 1.0, record_sinks)
+        )
         scores = model.cfg.n_layers * model.cfg.n_heads * length * 4 if record_sinks else 0
         return RunPlan(
-            model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length,
+            model=str(source), settings=chosen, batch_size=batch_size, prompt_length=prompt_length,
             parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
             quantization=quantization, alternatives=stored, weights=stored[quantization], step=step,
             step_row=(more - one) // (several - 1), watched=step - plain,
             keys=keys, first_keys=keys * first // length,
-            track=batch * steps * (scores + 6 * length) if record_sinks else 0,
-            canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
-            moved=_moved(model, stored[quantization], keys, batch * rows * queries, dtype),
+            track=batch_size * steps * (scores + 6 * length) if record_sinks else 0,
+            canvases=batch_size * (steps + 1) * length * 9, passes=steps, flops=flops,
+            moved=_moved(model, stored[quantization], keys, batch_size * rows * queries, dtype),
         )  # fmt: skip
 
 
@@ -275,7 +277,7 @@ def _sizes(settings: "Sampler", prompt: int) -> tuple[int, int, int]:
 def _peak(
     model: "Model", settings: "Sampler", prompt: int, batch: int, points: list[str], keep: bool, record: bool
 ) -> int:  # fmt: skip
-    """Bytes of the tensors that exist at a time in a step with `batch` prompts; weights are not counted."""
+    """Bytes of the tensors that exist at a time in a step with ``batch`` prompts; weights are not counted."""
     from sinklens.utils.allocations import LiveBytes
 
     tree, layers, held, sums = model.tree, model.cfg.n_layers, [], []

@@ -40,7 +40,7 @@ def evaluate(
     *,
     task: Task | None = None,
     limit: int | None = None,
-    batch: int = 25,
+    batch_size: int = 25,
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
     load: dict[str, Any] | None = None,
@@ -58,8 +58,8 @@ def evaluate(
         ledger: folder of the records; samples that have a record there are skipped.
         task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
         limit: evaluate only the first `limit` samples.
-        batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set or there are
-            several canvases, since rows that wait for others would see more steps than alone.
+        batch_size: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set or there
+            are several canvases, since rows that wait for others would see more steps than alone.
         seed: for sampling; the same for every condition.
         shard: (index, number of shards): evaluate every n-th sample; one process may evaluate a shard at a time.
         load: keyword arguments of `sinklens.load`.
@@ -83,7 +83,7 @@ def evaluate(
         ControlWarning: a condition is a control of one that is neither among these nor in the ledger.
     """
     check_folder(ledger, "an evaluation")
-    every, size = under_caches(conditions, cache), read_as(Count, "batch", batch)
+    every, size = under_caches(conditions, cache), read_as(Count, "batch_size", batch_size)
     controls = {one.name: one.control_of for one in every}
     if not every or len(controls) < len(every):
         names = [one.name for one in every]

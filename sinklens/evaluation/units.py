@@ -155,7 +155,7 @@ class Job:
             )  # fmt: skip
 
         def unmasked(folder: str) -> Any:
-            return run_with((), Record(to=Path(folder) / "unmasked.zarr")).sinks
+            return run_with((), Record(out=Path(folder) / "unmasked.zarr")).sinks
 
         sums = SinkSums()
         try:

@@ -177,7 +177,7 @@ def verify(
     fingerprint: str = "",
     protocol: str = "",
     score: float | int | None = None,
-    batch: int = 10,
+    batch_size: int = 10,
     settings: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Run all checks on a model.
@@ -192,7 +192,7 @@ def verify(
         protocol: name of the protocol, or of a task; by default a protocol that has a published score of the model.
         score: the accuracy that was published for these settings on all problems of the data, in [0, 1]; by default
             that of the protocol.
-        batch: problems per run.
+        batch_size: problems per run.
         settings: sampler settings that replace the protocol's; a run that departs is not compared with the score.
 
     Raises:
@@ -214,7 +214,7 @@ def verify(
     number, departs = 0, ""
     if checks[-1].outcome == "passed":
         chosen = chosen.with_settings(settings or {})
-        evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
+        evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch_size=batch_size)
         table = frame(out)
         table = table[table["protocol"] == chosen.name]
         unmasked = table[table["condition"] == "unmasked"].iloc[0]

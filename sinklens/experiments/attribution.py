@@ -12,7 +12,7 @@ change of the metric if that place is patched in all rows.
 
 Pitfall: where the metric is nonlinear between the two runs, the estimate is inaccurate, and its sign may be wrong. A
 model that copies a number does so with saturated attention, whose gradient carries no information about another number.
-With ``path=`` the gradient is averaged between the two inputs; check both against `patching_effects`.
+With ``ig_steps=`` the gradient is averaged between the two inputs; check both against `patching_effects`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,7 +57,7 @@ def attribution_patching(
     attention_mask: Tensor | None = None,
     *,
     time: Time = None,
-    path: int = 0,
+    ig_steps: int = 0,
 ) -> xr.Dataset:
     """Estimate m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v for every point.
 
@@ -72,7 +72,7 @@ def attribution_patching(
         attention_mask: False (or 0) on left padding, shared by both.
         time: noise level of both, a number or one for each row, for a network that reads it; that of a step is
             ``of_step(run, step).time``.
-        path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
+        ig_steps: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
             corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
 
     Returns:
@@ -83,16 +83,16 @@ def attribution_patching(
     Raises:
         PromptError: an invalid prompt or mask.
         SettingError: ids of different shapes, a metric that does not return one number or has no gradient, a point
-            that cannot be patched, `path` below 0, or weights created under ``torch.inference_mode()``.
+            that cannot be patched, `ig_steps` below 0, or weights created under ``torch.inference_mode()``.
     """
     points, pair = _points(names, model), Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     slope: dict[str, Tensor] = {}
     with differentiable(model):
         clean, clean_logits = pair.values(pair.clean, {*points, EMBED})
         corrupted, corrupted_logits = pair.values(pair.corrupted, points)
-        for mix in pair.between(clean[EMBED], path):
+        for mix in pair.between(clean[EMBED], ig_steps):
             for name, part in pair.gradients(metric, points, mix).items():
-                slope[name] = slope.get(name, 0.0) + wide(part) / max(1, path)
+                slope[name] = slope.get(name, 0.0) + wide(part) / max(1, ig_steps)
         found = {}
         for name in points:
             new, old = wide(clean[name]), wide(corrupted[name])
@@ -114,7 +114,7 @@ def patching_effects(
     time: Time = None,
     heads: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
-    at_once: int = 32,
+    batch_size: int = 32,
 ) -> xr.Dataset:
     """The true m(corrupted with v_clean) − m(corrupted), for each layer, head and position separately.
 
@@ -124,17 +124,17 @@ def patching_effects(
     Args:
         heads: heads to patch (key/value heads where the point has those); None means all, here and below.
         positions: positions to patch; query positions for scores and patterns.
-        at_once: number of places patched in one pass, each in a copy of the batch.
+        batch_size: number of places patched in one pass, each in a copy of the batch.
     """
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
-    read_as(Count, "at_once", at_once)
+    read_as(Count, "batch_size", batch_size)
     kept, logits = pair.values(pair.clean, _points(names, model))
     clean, corrupted = metric_value(metric, logits), metric_value(metric, pair.values(pair.corrupted, [])[1])
     found = {}
     for name, value in kept.items():
         places = _places(name, value, heads, positions)
         cells = list(product(*places))
-        parts = [cells[start : start + at_once] for start in range(0, len(cells), at_once)]
+        parts = [cells[start : start + batch_size] for start in range(0, len(cells), batch_size)]
         effects = torch.cat([pair.patched(metric, name, value, part) for part in parts]) - corrupted
         found[name] = _array(name, effects.view([len(numbers) for numbers in places]), places)
     return _dataset(found, clean, corrupted)
@@ -223,13 +223,13 @@ class Pair(NamedTuple):
 
         return values, self.logits(self.hidden(ids, [*before, *((name, keep) for name in points)]))
 
-    def between(self, clean: Tensor, path: int) -> list[Pairs]:
+    def between(self, clean: Tensor, ig_steps: int) -> list[Pairs]:
         """For each gradient of a mean along the path, the hook that mixes the embeddings; without a path no hook.
 
         Raises:
-            SettingError: `path` is below 0.
+            SettingError: `ig_steps` is below 0.
         """
-        shares = [(number + 0.5) / path for number in range(read_as(Annotated[int, Ge(0)], "path", path))]
+        shares = [(number + 0.5) / ig_steps for number in range(read_as(Annotated[int, Ge(0)], "ig_steps", ig_steps))]
         return [[(EMBED, lambda value, hook, share=share: torch.lerp(value, clean, share))] for share in shares] or [[]]
 
     def gradients(self, metric: LogitMetric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:

@@ -200,20 +200,20 @@ class Circuit:
         require(step in steps, f"step must be one of {steps} for this circuit; got {step}.")
         return graph([edge for edge in self.edges if edge.step == step], tokens, slug, model)
 
-    def save_graph(self, folder: str | Path, tokens: Sequence[str] | None = None, **about: Any) -> Path:
+    def save_graph(self, path: str | Path, tokens: Sequence[str] | None = None, **about: Any) -> Path:
         """Write `to_graph` to ``folder/slug.json`` and list it in ``folder/graph-metadata.json``.
 
         ``circuit-tracer start-server --graph_file_dir folder`` shows all graphs of a folder.
 
         Args:
-            folder: created if it is missing; other graphs in it stay.
+            path: created if it is missing; other graphs in it stay.
             tokens, **about: as in `to_graph`.
 
         Raises:
             SettingError: see `to_graph`.
             CheckpointError: the folder's ``graph-metadata.json`` is something else.
         """
-        return save_graph(self.to_graph(tokens, **about), Path(folder))
+        return save_graph(self.to_graph(tokens, **about), Path(path))
 
 
 def _ordered(scores: Any) -> xr.DataArray:
@@ -344,15 +344,15 @@ def _at_step(run: "Generation", metric: Callable[[Tensor, int], Tensor] | None, 
     return likely
 
 
-def edge_scores(cases: Sequence[CircuitCase], *, path: int = 0, by_position: bool = False) -> xr.DataArray:
+def edge_scores(cases: Sequence[CircuitCase], *, ig_steps: int = 0, by_position: bool = False) -> xr.DataArray:
     """What keeping each edge adds to the metric, estimated from gradients, in every case.
 
     The score is minus the first-order effect of replacing what the edge carries in the clean pass by what it carries in
-    the corrupted one (edge attribution patching, 2310.10348; with `path` integrated gradients, EAP-IG, 2403.17806).
+    the corrupted one (edge attribution patching, 2310.10348; with `ig_steps` integrated gradients, EAP-IG, 2403.17806).
 
     Args:
         cases: the cases.
-        path: number of gradients that are averaged; 0 for that of the clean pass.
+        ig_steps: number of gradients that are averaged; 0 for that of the clean pass.
         by_position: whether to keep positions apart.
 
     Returns:
@@ -366,7 +366,7 @@ def edge_scores(cases: Sequence[CircuitCase], *, path: int = 0, by_position: boo
     found = []
     for case in cases:
         back = case.pair._replace(clean=case.pair.corrupted, corrupted=case.pair.clean)
-        found.append(-edge_effects(back, case.metric, path, by_position)["effect"])
+        found.append(-edge_effects(back, case.metric, ig_steps, by_position)["effect"])
     coords = {"step": [case.step for case in cases]}
     return xr.concat(found, dim="step").assign_coords(coords).reset_coords(drop=True)
 

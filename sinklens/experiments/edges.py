@@ -20,9 +20,9 @@ times the layer's gate where the network has one, then reaches only some later r
 component, or a group. What follows from them follows.
 
 Pitfall: as in attribution.py, the estimate is inaccurate where the metric is nonlinear between the two inputs. Average
-the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`. And an effect of
-the message is not one of the sink's attention: masking a key also frees its attention, which other keys then receive;
-compare with `MaskSinks`, and with the same effect of a control key.
+the gradient along the path (``ig_steps=``), and check the strongest edges against `path_patching_effects`. And an
+effect of the message is not one of the sink's attention: masking a key also frees its attention, which other keys then
+receive; compare with `MaskSinks`, and with the same effect of a control key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,13 +69,13 @@ def edge_attribution(
     attention_mask: Tensor | None = None,
     *,
     time: Time = None,
-    path: int = 0,
+    ig_steps: int = 0,
     by_position: bool = False,
 ) -> xr.Dataset:
     """Estimate the effect of patching each edge of the graph with its value in the clean pass.
 
     Args:
-        clean_ids, corrupted_ids, metric, attention_mask, time, path: as in `attribution_patching`.
+        clean_ids, corrupted_ids, metric, attention_mask, time, ig_steps: as in `attribution_patching`.
         by_position: whether positions are kept apart.
 
     Returns:
@@ -86,10 +86,10 @@ def edge_attribution(
     Raises:
         SettingError: as `attribution_patching`; a model with norms after its sublayers.
     """
-    return edge_effects(Pair.of(model, clean_ids, corrupted_ids, attention_mask, time), metric, path, by_position)
+    return edge_effects(Pair.of(model, clean_ids, corrupted_ids, attention_mask, time), metric, ig_steps, by_position)
 
 
-def edge_effects(pair: Pair, metric: LogitMetric, path: int, by_position: bool) -> xr.Dataset:
+def edge_effects(pair: Pair, metric: LogitMetric, ig_steps: int, by_position: bool) -> xr.Dataset:
     model = pair.model
     refuse_indirect(model, "a table of edges")
     senders, receivers = senders_of(model), receivers_of(model)
@@ -99,9 +99,9 @@ def edge_effects(pair: Pair, metric: LogitMetric, path: int, by_position: bool) 
         gates = dict.fromkeys(sender.gate for sender in senders if sender.gate)
         clean, clean_logits = pair.values(pair.clean, outputs)
         corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *gates])
-        for mix in pair.between(clean[EMBED], path):
+        for mix in pair.between(clean[EMBED], ig_steps):
             for receiver, slope in zip(receivers, _slopes(pair, metric, receivers, mix), strict=True):
-                slopes[receiver.name] = slopes.get(receiver.name, 0.0) + slope / max(1, path)
+                slopes[receiver.name] = slopes.get(receiver.name, 0.0) + slope / max(1, ig_steps)
         rows, axes = [], (0, 2) if by_position else (0, 1, 2)
         for sender in senders:
             change = wide(clean[sender.point]) - wide(corrupted[sender.point])
@@ -126,7 +126,7 @@ def path_patching_effects(
     time: Time = None,
     senders: Sequence[str] | None = None,
     receivers: Sequence[str] | None = None,
-    edges_per_pass: int = COPIES,
+    batch_size: int = COPIES,
 ) -> xr.Dataset:
     """The true effect of patching each edge with its value in the clean pass.
 
@@ -135,7 +135,7 @@ def path_patching_effects(
 
     Args:
         senders, receivers: labels, as in `PathPatch`; None means all.
-        edges_per_pass: number of edges per pass.
+        batch_size: number of edges per pass.
 
     Raises:
         SettingError: also fewer edges per pass than 1.
@@ -152,7 +152,7 @@ def path_patching_effects(
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
-    size = read_as(Count, "edges_per_pass", edges_per_pass)
+    size = read_as(Count, "batch_size", batch_size)
     effects = torch.full((len(first), len(last)), torch.nan)
     listed = [(changes[row], [last[column]]) for row, column in edges]
     for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, size), strict=True):

@@ -70,7 +70,7 @@ class Effect:
 
 def effect(
     model: Any,
-    prompt: Any,
+    prompts: Any,
     hooks: Hooks = (),
     *,
     other: Model | None = None,
@@ -78,7 +78,7 @@ def effect(
     seed: int = 0,
     **settings: Any,
 ) -> Effect:
-    """Run `model` on `prompt` without a change, with it, and with it under replay; compare, logits included.
+    """Run `model` on `prompts` without a change, with it, and with it under replay; compare, logits included.
 
     The change is an intervention (`hooks`), a cache policy, or another model. With `cache` or `other`,
     ``under_replay`` also has the counts of `sinks_compared`. A step under a cache policy computes fewer queries, and
@@ -89,7 +89,7 @@ def effect(
         print(effect(full, prompts, other=small, gen_length=16).sinks_moved)
 
     Args:
-        prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
+        prompts: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
             `analyses.estimates.tables.mean_interval` for its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         other: a model with the same layers, heads and vocabulary, such as the quantized one, that makes the second and
@@ -109,9 +109,9 @@ def effect(
     )
     settings |= {"seed": seed, "progress": False}
     kept = [MaskedLogits() for _ in range(3)]
-    base = generate(model, prompt, hooks=[kept[0]], **settings)
-    free = generate(other or model, prompt, hooks=[*entries, kept[1]], cache=cache, **settings)
-    replayed = generate(other or model, prompt, hooks=[*entries, kept[2]], cache=cache, replay=base, **settings)
+    base = generate(model, prompts, hooks=[kept[0]], **settings)
+    free = generate(other or model, prompts, hooks=[*entries, kept[1]], cache=cache, **settings)
+    replayed = generate(other or model, prompts, hooks=[*entries, kept[2]], cache=cache, replay=base, **settings)
     free_running, under_replay = (
         compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
     )
@@ -119,7 +119,7 @@ def effect(
     if (cache is not None or other is not None) and replayed.sinks is not None:
         if cache is not None:
             record = Record(queries=replayed.sinks["fresh"].any("layer") if "fresh" in replayed.sinks else None)
-            same = generate(model, prompt, replay=base, **settings | {"record_sinks": record})
+            same = generate(model, prompts, replay=base, **settings | {"record_sinks": record})
         under_replay = xr.merge([under_replay, sinks_compared(same or base, replayed)], join="outer")
     return Effect(base, free, replayed, free_running, under_replay, same)
 

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 def train_tuned_lens(
     model: "Model",
-    prompts: Sequence[Any],
+    prompts: str | Sequence[Any],
     *,
     buckets: int = 4,
     updates: int = 300,
-    batch: int = 256,
+    update_size: int = 256,
     learning_rate: float = 1e-3,
-    places: int = 8192,
-    rows: int = 16,
+    sample_size: int = 8192,
+    batch_size: int = 16,
     seed: int = 0,
     chat_template: bool | str = False,
     **settings: Any,
@@ -60,36 +60,39 @@ def train_tuned_lens(
         prompts: texts, or rows of token ids.
         buckets: number of equal parts of the masked share, each with its own maps; 1 for an autoregressive model.
         updates: optimizer steps per bucket.
-        batch: positions per update.
+        update_size: positions per update.
         learning_rate: of Adam, in units of the stream's size; falls to 0.
-        places: positions kept per bucket, at places × layers × d_model numbers of memory.
-        rows: prompts per run.
+        sample_size: positions kept per bucket, at sample_size × layers × d_model numbers of memory.
+        batch_size: prompts per run.
         seed: of the runs, of the sample and of the order of training.
         chat_template, **settings: as in `sinklens.generate`.
 
     Raises:
         SettingError: several buckets of an autoregressive model, a number below 1, or a bucket without positions.
     """
-    _check(model, buckets, updates, batch, places, rows)
+    _check(model, buckets, updates, update_size, sample_size, batch_size)
     layers, size, drawn = (
         model.cfg.n_layers,
         model.cfg.d_model,
         torch.Generator().manual_seed(read_as(Seed, "seed", seed)),
     )
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     lens = TunedLens(model.name, torch.zeros(buckets, layers, size, size), torch.zeros(buckets, layers, size))
     kept: list[list[_Places]] = [[] for _ in range(buckets)]
     given: dict[str, Any] = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False}
-    for start in range(0, len(prompts), rows):
-        for bucket, read in _read(generate(model, list(prompts[start : start + rows]), **given, **settings), buckets):
+    for start in range(0, len(prompts), batch_size):
+        for bucket, read in _read(
+            generate(model, list(prompts[start : start + batch_size]), **given, **settings), buckets
+        ):
             kept[bucket].append(read)
-        kept = [_sample(parts, places, drawn) for parts in kept]
+        kept = [_sample(parts, sample_size, drawn) for parts in kept]
     for number, parts in enumerate(kept):
         require(
             parts,
             f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
             f"fewer buckets, or settings with more steps.",
         )
-        found = _trained(model, _joined(parts), updates, batch, learning_rate, drawn)
+        found = _trained(model, _joined(parts), updates, update_size, learning_rate, drawn)
         lens.maps[number, :-1], lens.offsets[number, :-1] = found
     return lens
 
@@ -103,7 +106,9 @@ def _check(model: "Model", buckets: int, *numbers: int) -> None:
         model.mask_token_id is not None or model.causal,
         f"lenses are split by the masked share, and {model.name} has no mask token.",
     )
-    require(min(buckets, *numbers) >= 1, "buckets, updates, batch, places and rows must be at least 1.")
+    require(
+        min(buckets, *numbers) >= 1, "buckets, updates, update_size, sample_size and batch_size must be at least 1."
+    )
 
 
 class _Places(NamedTuple):

@@ -46,7 +46,7 @@ def swap(
     *,
     rows: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
-    places: int = 4,
+    count: int = 4,
     among: Sequence[int] | None = None,
     epsilon: float = 3.0,
     seed: int = 0,
@@ -60,7 +60,7 @@ def swap(
         replace: kind of the replaced tokens, of `SWAPPED`, anywhere on the canvas.
         by: kind of the new tokens; the same kind is the control. A new token always differs from the old one.
         rows, steps: rows and steps of the run; by default all rows, and the steps 0, a third, two thirds and the last.
-        places: number of places to swap on each canvas, drawn at random; fewer if it has fewer.
+        count: number of places to swap on each canvas, drawn at random; fewer if it has fewer.
         among: ids to draw new tokens from; by default all that occur in the run.
         seed: seed of the draws, for each row by itself.
 
@@ -78,7 +78,7 @@ def swap(
         require(
             kind in SWAPPED, f"no kind {kind!r} can be swapped; known: {', '.join(SWAPPED)}.{nearest(kind, SWAPPED)}"
         )
-    read_as(Count, "places", places)
+    read_as(Count, "count", count)
     known, fresh = kinds_of_vocabulary(run.model), _candidates(run, SWAPPED[by], among)
     last = run.steps_run - 1
     steps = sorted({0, last // 3, 2 * last // 3, last}) if steps is None else steps
@@ -89,7 +89,7 @@ def swap(
             canvas = exact_step(run, step)
             ids, columns = canvas.row(row), np.array(canvas.columns(row))
             at = np.flatnonzero(known[ids.ids[0].cpu().numpy()] == SWAPPED[replace])
-            at = np.sort(noise.choice(at, min(places, len(at)), replace=False)) if len(at) else at
+            at = np.sort(noise.choice(at, min(count, len(at)), replace=False)) if len(at) else at
             chosen = []
             for place in at.tolist():
                 others = fresh[fresh != int(ids.ids[0, place])]

@@ -2,7 +2,7 @@
 
 `sweep` repeats the same prompts in one batch, once per intervention, and applies each intervention only to its own
 rows. The result is that of separate runs: hooks see only their rows, random numbers are drawn per row, and every row
-has its own canvas. `rows` is the most rows in a pass.
+has its own canvas. `batch_size` is the most rows in a pass.
 
 Caveat: a matrix product rounds differently at another batch size, so logits agree to about 1e-5 and not bit for bit.
 Where two tokens are that close, a stacked run can choose the other one. With ``threshold=`` a row also waits for the
@@ -45,7 +45,7 @@ def sweep(
     *,
     metric: Metric | None = None,
     replay: bool = False,
-    rows: Count = 32,
+    batch_size: Count = 32,
     seed: Seed = 0,
     chat_template: bool | str = False,
     cache: CachePolicy | None = None,
@@ -64,7 +64,7 @@ def sweep(
             where these act on each step alone (`Intervention.within_step`).
         replay: force the base run's canvas at every step, to isolate each step's effect; adds ``kl`` and the other
             per-step measures of `compare`. Answers and canvases are then always the base run's.
-        rows: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
+        batch_size: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
         cache: a cache policy or its name, for every run, also those that the others are compared with.
         progress: show a progress bar; by default on a terminal.
         seed, chat_template, **settings: as in `sinklens.generate`.
@@ -95,7 +95,7 @@ def sweep(
         prompts, seed, chat_template, cache=cache, record_sinks=False, progress=False, settings=settings
     )
     _check(listed, metric is not None, replay, as_policy(cache))
-    size = min(len(prompts), read_as(Count, "rows", rows))
+    size = min(len(prompts), read_as(Count, "batch_size", batch_size))
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
     def start(batch: Any, hooks: Any, canvases: Any, copies: int) -> Any:
@@ -104,10 +104,11 @@ def sweep(
     if metric is not None:
         hooks = list(listed.values())
         parts = [
-            measured(start, hooks, metric, rows, batch, size * number, replay) for number, batch in enumerate(batches)
+            measured(start, hooks, metric, batch_size, batch, size * number, replay)
+            for number, batch in enumerate(batches)
         ]
         return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
-    groups, found = _groups(listed, rows // size), [list[xr.Dataset]() for _ in batches]
+    groups, found = _groups(listed, batch_size // size), [list[xr.Dataset]() for _ in batches]
     for number, group in _shown([(number, group) for number in range(len(batches)) for group in groups], progress):
         if not found[number]:
             logits = MaskedLogits()

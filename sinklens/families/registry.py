@@ -196,13 +196,13 @@ class Identity(NamedTuple):
 
 
 def identify(
-    config: dict[str, Any], where: str = "config.json", name: str | None = None, block_length: int | None = None
+    config: dict[str, Any], file: str = "config.json", name: str | None = None, block_length: int | None = None
 ) -> Identity:
     """The family and the blocks of a checkpoint.
 
     Args:
         config: the parsed config.json.
-        where: the checkpoint, for messages.
+        file: the checkpoint, for messages.
         name: the family, where the caller knows it.
         block_length: positions per block, where the caller knows it.
 
@@ -210,11 +210,11 @@ def identify(
         CheckpointError: the family is unknown or open, see `family_of`; or its attention has no blocks and a length was
             given; or it has, and nothing says the length, or it is not a number of positions.
     """
-    family = family_of(config, where, name, block_length)
+    family = family_of(config, file, name, block_length)
     if not family.block_causal:
         require(
             block_length is None,
-            f"{where}: the {family.name} family has {family.attention} attention, which has no blocks; leave "
+            f"{file}: the {family.name} family has {family.attention} attention, which has no blocks; leave "
             f"block_length= out. Runs take one as a setting of their sampler.",
             CheckpointError,
         )
@@ -224,7 +224,7 @@ def identify(
     found = next((length for length in lengths if length is not None), None)
     require(
         found is not None,
-        f"{where}: config.json does not give the block length of this {family.name} checkpoint{f' ({key})' * bool(key)}"
+        f"{file}: config.json does not give the block length of this {family.name} checkpoint{f' ({key})' * bool(key)}"
         f"; pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it.",
         CheckpointError,
     )
@@ -232,7 +232,7 @@ def identify(
         return Identity(family, Blocks(check_length(found), family.blocks_start))
     except SettingError as error:
         source = f"config.json has {key} = {found!r}: " if block_length is None else ""
-        raise CheckpointError(f"{where}: {source}{error}") from error
+        raise CheckpointError(f"{file}: {source}{error}") from error
 
 
 def family_of(

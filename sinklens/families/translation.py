@@ -37,8 +37,8 @@ UNBUILDABLE = (AttributeError, ArithmeticError, AssertionError, LookupError, Run
 """What transformers' classes raise for values that they do not expect."""
 
 
-def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
-    """The transformers config for `config`, the parsed config.json of a checkpoint at `where`.
+def translate(config: dict[str, Any], family: Family, file: str) -> "PreTrainedConfig":
+    """The transformers config for `config`, the parsed config.json of a checkpoint at `file`.
 
     The result has the family's ``is_causal`` and no ``auto_map``.
 
@@ -48,8 +48,8 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    config = one_spelling(config, where)
-    check_required(config, family, where)
+    config = one_spelling(config, file)
+    check_required(config, family, file)
     config.pop("quantization_config", None)  # of the weights, not of what they compute: see quantization.py
     if family.module:
         import_module(family.module)
@@ -57,25 +57,25 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
     others = sorted(key for key in parts if config.get(key) is not None)
     require(
         not others,
-        f"{where}: config.json has {', '.join(others)}, so it describes a model of several parts, such as images and "
+        f"{file}: config.json has {', '.join(others)}, so it describes a model of several parts, such as images and "
         f"text; sinklens reads {family.name} models of text alone. Load the checkpoint of the text model.",
         CheckpointError,
     )
     try:
         with transformers_output():
-            made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
+            made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, file))
     except CheckpointError:
         raise
     except (StrictDataclassError, *UNBUILDABLE) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{where}: config.json does not describe a {family.architecture} model: {reason.rstrip('.')}. "
+            f"{file}: config.json does not describe a {family.architecture} model: {reason.rstrip('.')}. "
             f"{shape_of(config, family)}"
         ) from error
     made.is_causal = None if family.class_attention else family.causal
-    _check_defaults(config, made, family, where)
-    _check_layers(made, family, where)
-    _check_experts(made, where)
+    _check_defaults(config, made, family, file)
+    _check_layers(made, family, file)
+    _check_experts(made, file)
     return made
 
 

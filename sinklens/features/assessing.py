@@ -53,7 +53,7 @@ def assess(
     model: "Model",
     sae: SAE,
     point: str,
-    prompts: Sequence[Any],
+    prompts: str | Sequence[Any],
     scopes: Sequence[Scope] = ("masked", "decided"),
     *,
     seed: int = 0,
@@ -86,7 +86,8 @@ def assess(
         ScopeReader(point, lambda hook, places, x, fit=fit: fit.add(x), scope=scope)  # type: ignore[misc]
         for fit, scope in zip(fits, scopes, strict=True)
     ]
-    base = generate(model, list(prompts), hooks=[*read, logits], **given)
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    base = generate(model, prompts, hooks=[*read, logits], **given)
     loss, rows = token_losses(base, logits), []
     for fit, scope in zip(fits, scopes, strict=True):
         row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": fit.count}
@@ -94,7 +95,7 @@ def assess(
             row |= fit.measures()
             mean, spliced = (SpliceSAE(one, point, scope=scope) for one in (Mean(fit.mean.float()), sae))
             for name, hook in (("loss_spliced", spliced), ("loss_mean", mean)):
-                generate(model, list(prompts), hooks=[hook, logits], replay=base, **given)
+                generate(model, prompts, hooks=[hook, logits], replay=base, **given)
                 row[name] = token_losses(base, logits)
         rows.append(row)
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]

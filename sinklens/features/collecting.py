@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.families import settings_for
 from sinklens.features.places import Scope, ScopeReader, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
@@ -40,18 +40,18 @@ Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 def collect(
     model: Model,
-    prompts: Sequence[Any],
+    prompts: str | Sequence[Any],
     point: str | Sequence[str],
-    to: str | Path,
+    out: str | Path,
     *,
     scope: Scope = "all",
     only_steps: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
-    batch: Count = 16,
+    batch_size: Count = 16,
     seed: Seed = 0,
     chat_template: bool | str = False,
     dtype: StoredType = "float32",
-    report: OnProgress | None = None,
+    progress: OnProgress | None = None,
     **settings: Any,
 ) -> ActivationStore:
     """Run `model` on `prompts` and write the activations at `point` to a Zarr store; the same call resumes.
@@ -60,23 +60,25 @@ def collect(
         model: the model.
         prompts: texts, or rows of token ids.
         point: a point with a vector at each position, or several, which share one store; heads are flattened.
-        to: path of the store, a new folder or that of an interrupted call with the same arguments.
+        out: path of the store, a new folder or that of an interrupted call with the same arguments.
         scope: states of the positions that are kept: "all", or one or several of "prompt", "masked",
             "committed" and "decided" (prompt and committed).
         only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. ``steps=``
             itself is the sampler's setting.
-        batch: prompts per run; the places do not depend on it. Copies of a prompt run in separate batches, since copies
-            in one batch would get different random numbers. With cached blocks (``use_cache``, ``use_block_cache``),
-            each prompt runs alone, because a pass computes the current blocks of all rows of its batch.
+        batch_size: prompts per run; the places do not depend on it. Copies of a prompt run in separate batches, since
+            copies in one batch would get different random numbers. With cached blocks (``use_cache``,
+            ``use_block_cache``), each prompt runs alone, because a pass computes the current blocks of all rows
+            of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
         dtype: type of the activations on disk; float16 and bfloat16 halve the room.
-        report: called after each batch with the number of finished prompts and of all prompts.
+        progress: called after each batch with the number of finished prompts and of all prompts.
 
     Raises:
-        SettingError: there are no prompts, a batch below 1, a model without a mask token, or `to` holds something else.
+        SettingError: there are no prompts, a batch_size below 1, a model without a mask token, or `out` holds
+            something else.
     """
-    if isinstance(prompts, str) or not len(prompts):
-        raise SettingError("collect needs a list of at least one prompt.")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    require(len(prompts), "collect needs at least one prompt.")
     require(
         not model.tree.architecture.encoder,
         f"collect needs a model with a mask token; {model.name} has a canvas of random tokens. Keep its "
@@ -86,7 +88,7 @@ def collect(
     points = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
     sampler = settings_for(model, dict(settings))
     blocks = sampler.caches_keys and model.tree.attention_blocks is not None
-    size = 1 if blocks or sampler.reuses_keys else read_as(Count, "batch", batch)
+    size = 1 if blocks or sampler.reuses_keys else read_as(Count, "batch_size", batch_size)
     about = {
         "model": model.name, "weights": model.fingerprint, "points": list(points),
         "scope": states_of(scope), "only_steps": None if only_steps is None else list(only_steps),
@@ -94,7 +96,7 @@ def collect(
         "chat_template": chat_template, "dtype": dtype, "prompts": len(listed),
         "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
     }  # fmt: skip
-    store = ActivationStore.begin(to, about)
+    store = ActivationStore.begin(out, about)
     for part in _batches(listed, store, size):
         kept: dict[str, Kept] = {name: {} for name in points}
         hooks = [
@@ -106,8 +108,8 @@ def collect(
             **settings,
         )  # fmt: skip
         store.append(_rows(run, kept, store.prompts_done), store.prompts_done + len(part))
-        if report is not None:
-            report(store.prompts_done, len(listed))
+        if progress is not None:
+            progress(store.prompts_done, len(listed))
     require(len(store), f"no run has a place in {scope=}, {only_steps=}, {positions=}.")
     return store
 

@@ -64,11 +64,11 @@ def shipped_saes() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if (entry / CONFIG).is_file()) if folder.is_dir() else []
 
 
-def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
+def load_sae(path: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
     """Read an SAE, in float32.
 
     Args:
-        folder: a folder in SAELens's format or in that of dictionary_learning; the name of a shipped SAE; or a
+        path: a folder in SAELens's format or in that of dictionary_learning; the name of a shipped SAE; or a
             repository on the hub and a folder in it, such as
             "AwesomeInterpretability/llada-mask-topk-sae/resid_post_layer_26/trainer_2".
         device: where the weights are put.
@@ -77,7 +77,7 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
         CheckpointError: there is no such folder, it could not be downloaded, a file is missing or broken, or the SAE is
             of a kind that is not supported; the message names the key or the weight.
     """
-    path = _found(folder)
+    path = _found(path)
     config, weights = read_dictionary(path) if (path / DICTIONARY).is_file() else (_config(path), _weights(path))
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
@@ -99,12 +99,12 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
     return sae.to(device)
 
 
-def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+def save_sae(sae: SparseAutoencoder, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Write `sae` in SAELens's format (of version 6), which `load_sae` and SAELens read.
 
     Args:
         sae: an SAE.
-        folder: created if it is missing; its config and weights are replaced.
+        path: created if it is missing; its config and weights are replaced.
         dtype: type of the stored weights.
     """
     tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in READ[sae.architecture]}
@@ -121,8 +121,8 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
     }
     if sae.architecture == "topk":
         config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
-    write_file(Path(folder) / WEIGHTS, save(tensors))
-    write_file(Path(folder) / CONFIG, json.dumps(config, indent=1) + "\n")
+    write_file(Path(path) / WEIGHTS, save(tensors))
+    write_file(Path(path) / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def _found(folder: str | Path) -> Path:

@@ -34,7 +34,7 @@ class ActivationStore(Store):
         SettingError: there is no such store at `path`, or it does not hold `point`.
     """
 
-    form, made, along = "sinklens activations 3", "features.collect(..., to=path)", "place"
+    form, made, along = "sinklens activations 3", "features.collect(..., out=path)", "place"
 
     def __init__(self, path: str | Path, point: str | None = None) -> None:
         super().__init__(path)

@@ -32,6 +32,7 @@ from sinklens.hooks.turn import Turn
 from sinklens.model.bridges import from_bridge
 from sinklens.model.fingerprint import weights_fingerprint
 from sinklens.model.loading import Checkpoint, LoadRequest, TokenId, from_pretrained_model, load_checkpoint
+from sinklens.model.outline import outline
 from sinklens.model.passes import SinglePasses
 from sinklens.model.prompts import Prompt, adds_start
 from sinklens.model.quantization import quantized_weights
@@ -220,20 +221,20 @@ class Model(ModuleMethods, SinglePasses):
         prompt = options.pop("input_ids", None) if input is None else input
         return resolve_name(RUN)(self, prompt, max_new_tokens=max_new_tokens, **options)
 
-    def likelihood(self, prompt: Prompt, answer: Prompt, **options: Any) -> Any:
+    def likelihood(self, prompts: Prompt, answers: Prompt, **options: Any) -> Any:
         """Log-likelihood of an answer given its prompt, or a lower bound of it, in nats, with its standard error.
 
             model.likelihood("Question: ...", " 7").value
             model.likelihood("Question: ...", [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
 
         Args:
-            prompt, answer: text or token ids; several prompts need as many answers, several answers may share a prompt.
-            options: those of `sinklens.experiments.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
+            prompts, answers: text or token ids; several prompts need as many answers, several answers may share one.
+            options: those of `sinklens.experiments.likelihood`: ``hooks``, ``mc_num``, ``exact``, …
 
         Returns:
             A `sinklens.experiments.Likelihood`, or one for each of several answers.
         """
-        return resolve_name(LIKELIHOOD)(self, prompt, answer, **options)
+        return resolve_name(LIKELIHOOD)(self, prompts, answers, **options)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())
@@ -243,6 +244,9 @@ class Model(ModuleMethods, SinglePasses):
             f"Model({self.name!r}, family={self.family!r}, {attention}{size:,} parameters, {self.cfg.n_layers} layers, "
             f"{self.cfg.n_heads} heads, {len(self.hook_names())} hook points, {self.cfg.dtype}, {self.cfg.device})"
         )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{outline(self.tree)}"
 
     @property
     def generator(self) -> "Written":

@@ -57,12 +57,17 @@ class TokenMethods:
         return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused)
 
     def encode(
-        self, prompt: Prompt, chat_template: bool | str = False, *, prepend_bos: bool | None = None, gen_length: int = 0
+        self,
+        prompts: Prompt,
+        chat_template: bool | str = False,
+        *,
+        prepend_bos: bool | None = None,
+        gen_length: int = 0,
     ) -> Encoded:
         """Token ids of one or more prompts, left-padded to equal length, and which of them are real.
 
         Args:
-            prompt: a string, a list of strings, token ids [pos] or [batch, pos], rows of ids, which may differ in
+            prompts: a string, a list of strings, token ids [pos] or [batch, pos], rows of ids, which may differ in
                 length, or a tokenizer's output.
             chat_template: True formats a text prompt as one user turn with the tokenizer's template; a string is used
                 as the template.
@@ -74,7 +79,7 @@ class TokenMethods:
                 or text without a tokenizer.
         """
         reader = replace(self.reader, unconditional=self.family_record.unconditional)  # a single pass needs tokens
-        ids, real = reader.encode(prompt, chat_template, prepend_bos)
+        ids, real = reader.encode(prompts, chat_template, prepend_bos)
         if not gen_length:
             return Encoded(ids, real)
         self.check_length(int(real.sum(dim=1).max()) + gen_length)
@@ -82,7 +87,7 @@ class TokenMethods:
         return Encoded(torch.cat([ids, masks], dim=1), torch.cat([real, torch.ones_like(masks).bool()], dim=1))
 
     def to_canvas(
-        self, prompt: Prompt, gen_length: int | None = None, chat_template: bool | str = False
+        self, prompts: Prompt, gen_length: int | None = None, chat_template: bool | str = False
     ) -> Int[Tensor, "batch pos"]:
         """The input of a run's first step: the prompt's ids, left-padded, followed by `gen_length` mask tokens.
 
@@ -90,7 +95,7 @@ class TokenMethods:
         lengths record which of them are padding.
 
         Args:
-            prompt: as in `encode`.
+            prompts: as in `encode`.
             gen_length: number of answer positions; by default the checkpoint's value, or the sampler's if it has none.
             chat_template: as in `encode`.
 
@@ -102,7 +107,7 @@ class TokenMethods:
             gen_length = settings_for(self, {}).gen_length
         if as_integer(gen_length) is None or gen_length < 1:
             raise SettingError(f"gen_length must be a number of positions, at least 1; got {gen_length!r}.")
-        return PaddedIds.of(*self.encode(prompt, chat_template, gen_length=gen_length), self.reader.pad)
+        return PaddedIds.of(*self.encode(prompts, chat_template, gen_length=gen_length), self.reader.pad)
 
     def _mask_token(self) -> int:
         if self.mask_token_id is None:
@@ -141,7 +146,7 @@ class TokenMethods:
 
     def to_tokens(
         self,
-        prompt: Prompt,
+        input: Prompt,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         move_to_device: bool = True,
@@ -153,7 +158,7 @@ class TokenMethods:
         it gives alone. `encode` returns ids and marks separately.
 
         Args:
-            prompt: text, texts, or ids.
+            input: text, texts, or ids.
             prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
             padding_side: "left", the default, or "right".
             move_to_device: return ids on the model's device; otherwise on the CPU.
@@ -162,7 +167,7 @@ class TokenMethods:
         Raises:
             PromptError: the prompt or `padding_side` is invalid.
         """
-        side, (ids, real) = side_of(padding_side), self.reader.encode(prompt, prepend_bos=prepend_bos)
+        side, (ids, real) = side_of(padding_side), self.reader.encode(input, prepend_bos=prepend_bos)
         longest = self.cfg.n_ctx if truncate else ids.shape[1]
         if side == "right" or longest < ids.shape[1]:
             rows = [row[keep][:longest].tolist() for row, keep in zip(ids, real, strict=True)]
@@ -170,7 +175,7 @@ class TokenMethods:
         found = PaddedIds.of(ids, real, self.reader.pad)
         return found if move_to_device else found.cpu()
 
-    def to_str_tokens(self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
+    def to_str_tokens(self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
         """The tokens of one text, one row of ids or one id as separate strings; for several texts, one list per text.
 
         A row of ``run.canvas`` may contain -1, a position that does not exist yet; its string is "".
@@ -179,10 +184,10 @@ class TokenMethods:
             PromptError: the model has no tokenizer, or several rows of ids were given.
         """
         side_of(padding_side)
-        if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
-            return [self.to_str_tokens(str(text), prepend_bos) for text in prompt]
-        prompt = self.to_tokens(prompt, prepend_bos) if isinstance(prompt, str) else prompt
-        rows = self.reader.id_rows(prompt if as_integer(prompt) is None else [int(prompt)])
+        if not isinstance(input, str) and isinstance(input, Sequence) and input and isinstance(input[0], str):
+            return [self.to_str_tokens(str(text), prepend_bos) for text in input]
+        input = self.to_tokens(input, prepend_bos) if isinstance(input, str) else input
+        rows = self.reader.id_rows(input if as_integer(input) is None else [int(input)])
         tokenizer = self._require_tokenizer("to_str_tokens")
         require(
             len(rows) == 1,
@@ -225,7 +230,7 @@ class TokenMethods:
     def get_token_position(
         self,
         single_token: str | int | Tensor,
-        prompt: str | TokenIds,
+        input: str | TokenIds,
         mode: Literal["first", "last"] = "first",
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
@@ -234,7 +239,7 @@ class TokenMethods:
 
         Args:
             single_token: the token to find.
-            prompt: the text or ids to search.
+            input: the text or ids to search.
             mode: which occurrence to return, "first" or "last".
             prepend_bos: as in `to_tokens`; a start token shifts the positions of a text by one.
             padding_side: "left" or "right"; a single text has no padding.
@@ -247,7 +252,7 @@ class TokenMethods:
             f"mode must be 'first' or 'last'; got {mode!r}.",
             PromptError,
         )
-        ids = self.to_tokens(prompt, prepend_bos, padding_side) if isinstance(prompt, str) else prompt
+        ids = self.to_tokens(input, prepend_bos, padding_side) if isinstance(input, str) else input
         rows = self.reader.id_rows(ids)
         token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
         require(

@@ -201,7 +201,7 @@ class Denoising:
             f"{self.settings.most_steps}, with {self.rows} rows{doubled} of {self.state.canvas.shape[1]} positions. "
             f"Lower the number of prompts at a time, gen_length or the length of the prompt, or watch fewer points, "
             f"layers and steps: hook_pattern, hook_attn_scores, hook_result and hook_logits, as in Record(patterns=…), "
-            f"are the largest. Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
+            f"are the largest. Record(out='run.zarr') keeps recorded steps on disk. The model remains usable."
         )
 
     def result(self) -> Generation:

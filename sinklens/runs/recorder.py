@@ -108,8 +108,8 @@ class SinkRecorder:
         self.store = Steps(axes)
         if record.reduce is not None:
             self.store = ReducedSteps(axes, record.reduce)
-        if record.to is not None:
-            self.store = StoredSteps(record.to, axes, steps)
+        if record.out is not None:
+            self.store = StoredSteps(record.out, axes, steps)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from sinklens.utils.arguments import Seed
 
 def trace(
     model: Any,
-    prompt: Any,
+    prompts: Any,
     *,
     seed: Seed = 0,
     chat_template: bool | str = False,
@@ -70,13 +70,13 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
-    given = prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
+    given = prompts, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
     return Trace(denoising_of(model, RunRequest(*given)))
 
 
 def generate(
     model: Any,
-    prompt: Any,
+    prompts: Any,
     *,
     seed: Seed = 0,
     chat_template: bool | str = False,
@@ -95,7 +95,7 @@ def generate(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
+        prompts: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, but:
             (1) with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged; (2) these
             waiting steps count for interventions at given steps, and for keys drawn at every step; (3) at a temperature
@@ -127,7 +127,7 @@ def generate(
     Raises:
         SinklensError: see `trace`.
     """
-    given = prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
+    given = prompts, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, settings
     return carried_out(denoising_of(model, RunRequest(*given)))
 
 

@@ -285,16 +285,16 @@ class TrackData:
         coords = {axis: self.data[axis] for axis in AXES[:-1]}
         return xr.DataArray(order, coords=coords, dims=(*AXES[:-1], "rank"))
 
-    def trajectory(self, layer: int, head: int, batch: int = 0) -> Int[np.ndarray, " step"]:
-        """Position of the strongest key at each step of row `batch`; -1 where the head's pattern is all zero.
+    def trajectory(self, layer: int, head: int, row: int = 0) -> Int[np.ndarray, " step"]:
+        """Position of the strongest key at each step of a row; -1 where the head's pattern is all zero.
 
         The strongest key is the one with the largest column sum; it is a sink only if a detector says so (`detect`).
 
         Raises:
             TrackError: a layer, head or row that does not exist.
         """
-        self.require(layer=layer, head=head, batch=batch)
-        return self.top(1).isel(layer=layer, head=head, batch=batch, rank=0).to_numpy()
+        self.require(layer=layer, head=head, batch=row)
+        return self.top(1).isel(layer=layer, head=head, batch=row, rank=0).to_numpy()
 
     def require(self, **places: int | None) -> None:
         """Check that indices exist in the track, e.g. ``require(layer=3, head=None)``; None is skipped.

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.data import TrackData, Unit
-from sinklens.sinks.labels import UNITS, short, token_labels, token_ticks, wrapped
+from sinklens.sinks.labels import SEQUENTIAL, UNITS, short, token_labels, token_ticks, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,12 +34,13 @@ def sink_map(
     track: TrackData,
     layer: int | None = None,
     head: int | None = None,
-    batch: int = 0,
+    row: int = 0,
     ax: "Axes | None" = None,
     *,
     unit: Unit = "sum",
     steps: slice = slice(None),
     tokens: Int[np.ndarray, " pos"] | None = None,
+    caption: bool = True,
 ) -> "Axes":
     """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
 
@@ -48,28 +49,30 @@ def sink_map(
         unit: unit of the scores; "visible" corrects for early keys of a causal model being seen by more queries.
         steps: steps to show.
         tokens: ids that label the positions; by default those that entered the last step.
+        caption: whether the figure says what it shows: model, layer, head and marks; a paper has that below it.
     """
     from matplotlib import colormaps
 
-    track.require(layer=layer, head=head, batch=batch)
+    track.require(layer=layer, head=head, batch=row)
     if not len(range(track.steps)[steps]):
         raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
-    score = track.scores(unit).isel(batch=batch, step=steps)
+    score = track.scores(unit).isel(batch=row, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
     values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
-    known, labels = np.nan_to_num(values, nan=0.0), token_labels(track, batch, tokens)
+    known, labels = np.nan_to_num(values, nan=0.0), token_labels(track, row, tokens)
     strongest = np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
-    row = f"row {int(track.data['batch'][batch])}, " if track.data.sizes["batch"] > 1 else ""
-    ax, dark = axes_or_new(ax), colormaps["magma"].with_extremes(bad="0.85")  # gray for missing values
+    which = f"row {int(track.data['batch'][row])}, " if track.data.sizes["batch"] > 1 else ""
+    ax, dark = axes_or_new(ax), colormaps[SEQUENTIAL].with_extremes(bad="0.85")  # gray for missing values
     image = ax.imshow(values, aspect="auto", cmap=dark, interpolation="nearest", vmin=0)
     ax.plot(
         strongest, np.arange(len(values)), "o", label="strongest key",
         color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
     )  # fmt: skip
     ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
-    ax.set(ylabel="step", title=f"{model_name(track)}: {row}{layer_and_head(track, layer, head)}")
-    ax.set_xlabel(f"{'token at each position' if track.vocabulary else 'position'} ({MARKS})")
+    title = f"{model_name(track)}: {which}{layer_and_head(track, layer, head)}" if caption else ""
+    xlabel = f"{'token at each position' if track.vocabulary else 'position'}{f' ({MARKS})' * caption}"
+    ax.set(ylabel="step", title=title, xlabel=xlabel)
     if track.vocabulary:
         token_ticks(ax.xaxis, labels, known.max(axis=0).astype(np.float64))
     ax.yaxis.set_major_locator(integer_steps())

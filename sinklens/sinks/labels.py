@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, color-blind safe
+SEQUENTIAL, DIVERGING = "magma", "RdBu_r"  # color maps of every heat map, safe as well
 UNITS = {
     "sum": "attention received, column sum (uniform = 1)",
     "percent": "attention received, % of all",
@@ -65,20 +66,20 @@ def token_label(text: str, limit: int = 16) -> str:
     return plain(bare if len(bare) <= limit else f"{bare[: limit - 1]}…")
 
 
-def token_labels(track: TrackData, batch: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
+def token_labels(track: TrackData, row: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
     """One label per position; a masked or undecided position is ░, and padding has no label.
 
     Args:
         tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those after the run or, in a
             track without them, those that entered its last step.
     """
-    track.require(batch=batch)
+    track.require(batch=row)
     if tokens is not None and len(tokens) != track.data.sizes["pos"]:
         raise TrackError(f"tokens has {len(tokens)} ids for {track.data.sizes['pos']} positions; give run.tokens[row].")
-    row = track.data.isel(batch=batch)
-    kept = row["final_id"] if "final_id" in row else row["token_id"].isel(step=-1)
+    data = track.data.isel(batch=row)
+    kept = data["final_id"] if "final_id" in data else data["token_id"].isel(step=-1)
     ids = kept.to_numpy() if tokens is None else tokens
-    words, masks, real = track.vocabulary, track.special["mask"], row["is_real"].to_numpy()
+    words, masks, real = track.vocabulary, track.special["mask"], data["is_real"].to_numpy()
 
     def label(token: int) -> str:
         if token < 0 or token in masks:

@@ -24,7 +24,7 @@ StepLayer = tuple[int, int]
 
 @dataclass(frozen=True)
 class Record:
-    """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], to="run.zarr"))``.
+    """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], out="run.zarr"))``.
 
     Attributes:
         quantities: recorded in addition to the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable
@@ -32,23 +32,23 @@ class Record:
         patterns: (step, layer) pairs whose full attention patterns are kept in ``run.patterns``; negative numbers count
             from the end. Recording a pattern uses explicit attention, which can change the last bits of the logits.
             Under a cache policy, rows of queries that the step did not compute are NaN.
-        to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
+        out: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
         queries: the scores of a step sum over these queries only, a boolean array [batch, step, pos]; None for all. For
             sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
             then has ``computed``, these queries, and units divide by their number. Hooks that read
             ``hook_sink_scores`` get these sums, too. For bidirectional models, without a cache policy.
         reduce: a function that gets the steps, a few at a time, as a `SinkTrack`; the run then keeps neither a track
-            nor `chosen`, and its memory does not grow with the number of steps. Not with `to`.
+            nor `chosen`, and its memory does not grow with the number of steps. Not with `out`.
 
     Raises:
         SettingError: an unknown quantity, two quantities of one name or variable, patterns that are not (step,
-            layer) pairs, queries that are not a boolean array, or a `to` that is not a new ``*.zarr`` folder.
+            layer) pairs, queries that are not a boolean array, or an `out` that is not a new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
     patterns: Sequence[StepLayer] = ()
-    to: str | Path | None = None
+    out: str | Path | None = None
     queries: Any = None
     reduce: "Callable[[SinkTrack], None] | None" = None
 
@@ -69,16 +69,16 @@ class Record:
             f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.",
         )
         require(
-            self.reduce is None or (self.to is None and callable(self.reduce)),
-            f"reduce must be a function, without to=; got {self.reduce!r} and to={self.to!r}.",
+            self.reduce is None or (self.out is None and callable(self.reduce)),
+            f"reduce must be a function, without out=; got {self.reduce!r} and out={self.out!r}.",
         )
         require(
-            self.to is None or Path(self.to).suffix == ".zarr",
-            f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. For a single file, call "
+            self.out is None or Path(self.out).suffix == ".zarr",
+            f"a run appends to a Zarr store; {str(self.out)!r} does not end in .zarr. For a single file, call "
             f"run.sinks.save('sinks.nc') after the run.",
         )
-        if self.to is not None:
-            refuse_existing(self.to)
+        if self.out is not None:
+            refuse_existing(self.out)
 
     def _refuse_duplicates(self) -> None:
         chosen = self.chosen()

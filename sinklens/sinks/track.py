@@ -47,10 +47,16 @@ class SinkTrack(TrackData):
         return found
 
     def plot(
-        self, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        row: int = 0,
+        ax: "Axes | None" = None,
+        *,
+        caption: bool = True,
     ) -> "Axes":
         """Plot scores over steps × positions, averaged over layers or heads not given; marks strongest keys."""
-        return sink_map(self, layer, head, batch, ax)
+        return sink_map(self, layer, head, row, ax, caption=caption)
 
     def save(self, path: str | Path) -> Path:
         """Write one NetCDF-4 file, or a Zarr store if `path` ends in ``.zarr``; leaves no partial files.

@@ -31,7 +31,7 @@ CELLS = 24_000  # what CircuitsVis draws in about a second
 
 
 def attention(
-    t: "Generation | Trace", *, step: int, layer: int, row: int = 0, heads: Sequence[int] | None = None
+    run: "Generation | Trace", *, step: int, layer: int, row: int = 0, heads: Sequence[int] | None = None
 ) -> "AttentionView":
     """CircuitsVis's view of the attention heads of one step and layer.
 
@@ -40,14 +40,14 @@ def attention(
     fewer `heads` give smaller blocks.
 
     Args:
-        t: a finished run, or a trace after its block.
+        run: a finished run, or a trace after its block.
         step, layer, row: indices; negative numbers count from the end.
         heads: indices of the heads to show; None for all.
 
     Raises:
         TrackError: no such step, layer, row or head, or the pattern is unavailable (see `pattern_at`).
     """
-    run = generation_of(t)
+    run = generation_of(run)
     pattern = pattern_at(run, step, layer, row).nan_to_num().numpy()  # queries that a cache policy left out are blank
     track = recorded(run).isel(batch=row)
     for head in heads or ():

@@ -29,6 +29,7 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
         label = short(model) if rows["estimate"].notna().any() else f"{short(model)} (not measured)"
         ax.plot(places, rows["estimate"], "o-", color=colour, label=label, markersize=4)
         ax.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
+    ax.set(xlabel=plain(along), ylabel="estimate")
     ax.legend(fontsize="small")
     return ax
 
@@ -59,7 +60,7 @@ def interval_dots(
     if line is not None:
         ax.axvline(line, color="0.3", linewidth=0.8, linestyle="--")
     ax.set_yticks(range(len(places)), [(names or {}).get(str(place)) or plain(str(place)) for place in places])
-    ax.set_ylim(max(1, len(places)) - 0.5, -0.5)
+    ax.set(ylim=(max(1, len(places)) - 0.5, -0.5), xlabel="estimate")
     if models:
         ax.legend(fontsize="small")
     return ax

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, wrapped
+from sinklens.sinks.labels import DIVERGING, SEQUENTIAL, colours, plain, wrapped
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,7 +38,7 @@ def effect_map(
 
     ax = axes_or_new(ax, (5, 4))
     low, high = bounds or (0.0, float(np.nanmax(values, initial=0.0)) or 1.0)
-    colours = colormaps["RdBu_r" if low < 0 else "viridis"].with_extremes(bad="0.85")
+    colours = colormaps[DIVERGING if low < 0 else SEQUENTIAL].with_extremes(bad="0.85")
     image = ax.imshow(values, aspect="auto", cmap=colours, interpolation="nearest", vmin=low, vmax=high)
     for axis, (name, labels) in ((ax.yaxis, rows), (ax.xaxis, columns)):
         every = range(0, len(labels), -(-len(labels) // 12))
@@ -59,6 +59,7 @@ def writer_bars(
     side: Literal["key", "query"] = "key",
     *,
     ax: "Axes | None" = None,
+    caption: bool = True,
 ) -> "Axes":
     """Bars of the writers with the largest parts of a score above its mean over the other keys; the others share one.
 
@@ -66,6 +67,7 @@ def writer_bars(
 
     Args:
         side: writers of the key, or of the query.
+        caption: whether the figure has its title.
     """
     parts = table[f"from_{side}_excess"]
     order = np.argsort(-np.abs(parts.to_numpy()))
@@ -83,5 +85,5 @@ def writer_bars(
     asked = "mean over queries" if place["query"] < 0 else f"query {place['query']}"
     ax.set_xlabel("part of the score above the other keys'")
     where = f"head {place['layer']}.{place['head']}, step {place['step']}, key {place['key']}, {asked}"
-    ax.set_title(f"who wrote the {side}: {where}", fontsize="medium")
+    ax.set_title(f"who wrote the {side}: {where}" if caption else "", fontsize="medium")
     return ax

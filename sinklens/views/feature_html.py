@@ -36,15 +36,13 @@ STYLE = "\n".join(
 )
 
 
-def feature_page(
-    model: "Model", summaries: Sequence[FeatureSummary], path: str | Path, title: str = "Features"
-) -> None:
+def feature_page(model: "Model", summaries: Sequence[FeatureSummary], out: str | Path, title: str = "Features") -> None:
     """Write the page of some features.
 
     Args:
         model: the model, for the text of tokens; ids are shown without a tokenizer.
         summaries: from `summarize_features`.
-        path: the HTML file.
+        out: the HTML file.
         title: its heading.
     """
     from jinja2 import Environment, StrictUndefined
@@ -54,7 +52,7 @@ def feature_page(
         title=title, summaries=summaries, style=STYLE, bars=_bars, tokens=partial(_tokens, model),
         policy=f"default-src 'none'; style-src {hashes([STYLE])}; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
-    write_file(path, text)
+    write_file(out, text)
 
 
 def _tokens(model: "Model", one: FeatureExample) -> Iterator[tuple[str, int, bool]]:

@@ -18,7 +18,7 @@ from sinklens.sinks.drawing import (
     model_name,
     number_at,
 )
-from sinklens.sinks.labels import plain, wrapped
+from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MASKED = "#c6dbef"
-PATH = "#d94801"
+PATH = COLOURS[1]
 
 
 def panels(
@@ -52,49 +52,50 @@ def panels(
     return figure, list(axes.ravel()[:count])
 
 
-def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
+def most_moving_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     """Layer and head whose sink moves most often: its strongest key changes between two steps and is a sink at both.
 
     Ties go to the head whose strongest key changes more often, sink or not, and then to the head with higher scores.
     """
-    moves, strength = _moves(track, batch)
-    part = track.isel(batch=batch)
+    moves, strength = _moves(track, row)
+    part = track.isel(batch=row)
     sinks = jumps(part, part.detect())["changes"].to_numpy()
     best = np.lexsort((strength.ravel(), moves.ravel(), sinks.ravel()))[-1]
     layer, head = np.unravel_index(best, moves.shape)
     return int(layer), int(head)
 
 
-def stillest_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
+def stillest_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     """Layer and head whose strongest key changes least often from step to step; ties go to the stronger sink."""
-    moves, strength = _moves(track, batch)
+    moves, strength = _moves(track, row)
     best = np.lexsort((-strength.ravel(), moves.ravel()))[0]
     layer, head = np.unravel_index(best, moves.shape)
     return int(layer), int(head)
 
 
-def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def _moves(track: SinkTrack, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Changes of the strongest key, and its mean score, both [layer, head]."""
-    track.require(batch=batch)
-    top = track.top(1).isel(batch=batch, rank=0).to_numpy()
-    strength = track.scores().isel(batch=batch).max("pos").mean("step").fillna(0).to_numpy()
+    track.require(batch=row)
+    top = track.top(1).isel(batch=row, rank=0).to_numpy()
+    strength = track.scores().isel(batch=row).max("pos").mean("step").fillna(0).to_numpy()
     return (np.diff(top, axis=0) != 0).sum(axis=0), strength
 
 
-def has_sink(track: SinkTrack, batch: int = 0) -> Bool[np.ndarray, "step layer head"]:
+def has_sink(track: SinkTrack, row: int = 0) -> Bool[np.ndarray, "step layer head"]:
     """Whether a head has a sink (`SinkTrack.detect`) at a step; if so, its strongest key is a sink."""
-    return track.detect().isel(batch=batch).any("pos").to_numpy()
+    return track.detect().isel(batch=row).any("pos").to_numpy()
 
 
 def sink_path(
     track: SinkTrack,
     layer: int,
     head: int,
-    batch: int = 0,
+    row: int = 0,
     ax: "Axes | None" = None,
     *,
     color: str = PATH,
     shade: str = MASKED,
+    caption: bool = True,
 ) -> "Axes":
     """Position of the strongest key against step: every head faintly, one highlighted (the paper's Fig. 7).
 
@@ -105,29 +106,30 @@ def sink_path(
     Args:
         color: color of the highlighted path, as matplotlib takes it.
         shade: color of the background at undecided positions.
+        caption: whether the figure has its title.
     """
     from matplotlib.colors import to_rgba
 
-    track.require(layer=layer, head=head, batch=batch)
+    track.require(layer=layer, head=head, batch=row)
     ax = axes_or_new(ax)
-    data = track.data.isel(batch=batch)
+    data = track.data.isel(batch=row)
     steps = np.arange(track.steps)
     masked = data["masked"].to_numpy()
     background = np.where(masked.T[..., None], to_rgba(shade), (1, 1, 1, 1))
     ax.imshow(background, aspect="auto", origin="lower", interpolation="nearest")
-    paths = track.top(1).isel(batch=batch, rank=0).to_numpy().astype(float)
+    paths = track.top(1).isel(batch=row, rank=0).to_numpy().astype(float)
     paths[paths < 0] = np.nan
     still = int((paths == paths[:1]).all(axis=0).sum())
     jitter = np.linspace(-0.3, 0.3, paths[0].size)
     for offset, path in zip(jitter, paths.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
-    path, hollow = paths[:, layer, head], ~has_sink(track, batch)[:, layer, head]
+    path, hollow = paths[:, layer, head], ~has_sink(track, row)[:, layer, head]
     ax.plot(steps, path, "o-", color=color, markersize=4, label=layer_and_head(track, layer, head))
     ax.plot(steps[hollow], path[hollow], "o", color=color, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
         ylabel="position of the strongest key (by column sum)",
-        title=f"{model_name(track)}: {still} of {paths[0].size} heads never move",
+        title=f"{model_name(track)}: {still} of {paths[0].size} heads never move" if caption else "",
     )
     _step_axis(track, ax)
     ax.legend(loc="upper right", frameon=True)
@@ -142,11 +144,14 @@ def _step_axis(track: SinkTrack, ax: "Axes") -> None:
     ax.xaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
 
 
-def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int = 0) -> "Figure":
+def sink_paths(
+    tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], row: int = 0, *, caption: bool = True
+) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
 
     Args:
         tracks: the tracks, or title -> track.
+        caption: whether the figure explains itself; without it, only titles that were passed are shown.
 
     Raises:
         TrackError: `tracks` is empty.
@@ -155,16 +160,17 @@ def sink_paths(tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], batch: int
     figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
     named = tracks.items() if isinstance(tracks, Mapping) else (("", track) for track in tracks)
     for (title, track), ax in zip(named, axes, strict=True):
-        sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
+        sink_path(track, *most_moving_head(track, row), row=row, ax=ax, caption=caption)
         if title:
-            ax.set_title(f"{plain(title)}\n{ax.get_title()}")
+            ax.set_title(f"{plain(title)}\n{ax.get_title()}".rstrip())
     figure.suptitle(
         wrapped(
             "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
             "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
             "the step began; dotted, end of prompt",
             67 * len(tracks),
-        ),
+        )
+        * caption,
         fontsize=9,
     )
     return figure

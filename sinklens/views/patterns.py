@@ -42,7 +42,7 @@ def generation_of(t: "Generation | Trace") -> "Generation":
     return getattr(t, "generation", t)
 
 
-def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
+def pattern_at(run: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
     """Attention pattern of one step and layer, on the real positions of row `row`; rows of a softmax sum to 1.
 
     Left padding is excluded, and so are positions that an autoregressive run had not reached. In a recorded pattern,
@@ -51,14 +51,14 @@ def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> 
     the length of the row's padding.
 
     Args:
-        t: a run with sink scores. Its model recomputes the pattern unless ``run.patterns`` has it.
+        run: a run with sink scores. Its model recomputes the pattern unless ``run.patterns`` has it.
         step, layer, row: indices; negative numbers count from the end.
 
     Raises:
         TrackError: no such step, layer or row; no sink scores to check against; or the run was changed by hooks, by
             its block or by a cache policy, and did not record this pattern.
     """
-    return patterns_at(t, step, [layer], row)[layer]
+    return patterns_at(run, step, [layer], row)[layer]
 
 
 def patterns_at(

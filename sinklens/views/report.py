@@ -37,8 +37,8 @@ SPARE = 40_000  # bytes reserved for what is written last
 
 
 def report(
-    t: "Generation | Trace",
-    path: str | Path,
+    run: "Generation | Trace",
+    out: str | Path,
     *,
     row: int = 0,
     budget_mb: float | int = 15.0,
@@ -49,8 +49,8 @@ def report(
     many layers as fit.
 
     Args:
-        t: a finished run with sink scores, or a trace after its block.
-        path: the file; its folder is created.
+        run: a finished run with sink scores, or a trace after its block.
+        out: the file; its folder is created.
         row: row of the batch.
         budget_mb: largest size of the file, in 10⁶ bytes.
 
@@ -59,9 +59,9 @@ def report(
         SettingError: the budget is too small for what the page has to hold.
         SinklensError: the file cannot be written.
     """
-    page = build(material(t, row), budget_mb)
-    write_file(path, page)
-    return Path(path)
+    page = build(material(run, row), budget_mb)
+    write_file(out, page)
+    return Path(out)
 
 
 def material(t: "Generation | Trace", row: int = 0) -> Material:

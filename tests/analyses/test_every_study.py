@@ -14,7 +14,7 @@ EFFECTS = ("necessity", "content", "definitions", "mechanism")
 def test_tables_do_not_depend_on_the_batch(name, tiny_llada):
     settings = {"gen_length": 6, "steps": 6, "block_length": 3, "threshold": 0.95}  # rows wait
     together, apart = (
-        find(name)(batch=batch, settings=settings).run(tiny_llada, PROMPTS).tables for batch in (len(PROMPTS), 1)
+        find(name)(batch_size=batch, settings=settings).run(tiny_llada, PROMPTS).tables for batch in (len(PROMPTS), 1)
     )
     compared = {table: values for table, values in together.items() if len(values)}
     assert len(compared) >= 2

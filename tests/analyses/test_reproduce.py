@@ -121,7 +121,7 @@ def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):
         "tiny-llada",
         "--limit",
         "3",
-        "--batch",
+        "--batch-size",
         "1",
         "--only",
         "table1",

@@ -59,7 +59,7 @@ def _fresh():
 
 def test_batches_are_combined_in_the_order_of_the_prompts_and_equal_prompts_are_apart(tiny_llada):
     with pytest.warns(UserWarning, match=r"1 of 5 prompts are copies of others. Intervals .* be too narrow"):
-        found = Letters(batch=2, shown=2).run("tiny-llada", ["a", "bb", "ccc", "ccc", "eeeee"])
+        found = Letters(batch_size=2, shown=2).run("tiny-llada", ["a", "bb", "ccc", "ccc", "eeeee"])
     assert Letters.asked == [["a", "bb"], ["ccc", "eeeee"], ["ccc"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 3, 5]
     assert found.tables["letters"]["estimate"].tolist() == [2.8]
@@ -74,7 +74,7 @@ def test_an_interrupted_study_resumes_prompt_by_prompt_in_any_batch_and_writes_t
     tiny_llada, tmp_path, monkeypatch
 ):
     prompts, plain = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"], Letters.measure
-    full = Letters(batch=7).run([tiny_llada], prompts, tmp_path / "full")
+    full = Letters(batch_size=7).run([tiny_llada], prompts, tmp_path / "full")
 
     def stopping(self, model, prompts, settings):
         if "ffffff" in prompts:
@@ -86,13 +86,15 @@ def test_an_interrupted_study_resumes_prompt_by_prompt_in_any_batch_and_writes_t
     for batch, measured in ((2, [["a", "bb"], ["ccc", "dddd"]]), (1, [["eeeee"]])):  # the unfinished batch of 2 is lost
         Letters.asked.clear()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            Letters(batch=batch).run([tiny_llada], prompts, tmp_path / "cut", progress=lambda *call: seen.append(call))
+            Letters(batch_size=batch).run(
+                [tiny_llada], prompts, tmp_path / "cut", progress=lambda *call: seen.append(call)
+            )
         assert Letters.asked == measured
     assert [done for _, done, _ in seen] == [0, 2, 4, 4, 4, 5, 5]
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["units"]
     monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
-    resumed = Letters(batch=3).run([tiny_llada], prompts, tmp_path / "cut")
+    resumed = Letters(batch_size=3).run([tiny_llada], prompts, tmp_path / "cut")
     assert Letters.asked == [["ffffff", "ggggggg"]]
     xr.testing.assert_identical(resumed.measured["tiny-llada"], full.measured["tiny-llada"])
     assert [file.name for file in resumed.files] == [file.name for file in full.files]
@@ -123,7 +125,7 @@ def test_shipped_problems_are_grouped_by_template_and_other_shared_text_is_repor
 
 def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada, monkeypatch):
     monkeypatch.setattr(Letters, "together", False)
-    Letters(batch=3).run([tiny_llada], ["a", "bb"])
+    Letters(batch_size=3).run([tiny_llada], ["a", "bb"])
     assert Letters.asked == [["a"], ["bb"]]
 
 
@@ -131,7 +133,7 @@ def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada
     ("change", "prompts"), [({"seed": 1}, "ab"), ({"settings": {"steps": 8}}, "ab"), ({}, "abc"), ("code", "ab")]
 )
 def test_units_of_another_study_prompt_or_code_are_not_used(change, prompts, tiny_llada, tmp_path, monkeypatch):
-    Letters(batch=1).run(tiny_llada, ["a", "b"], tmp_path)
+    Letters(batch_size=1).run(tiny_llada, ["a", "b"], tmp_path)
     Letters.asked.clear()
     if change == "code":
         monkeypatch.setattr(study, "_code_hash", lambda: "another")
@@ -169,7 +171,7 @@ def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama
     ("ask", "text"),
     [
         (lambda model: Letters(seed=-1), r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
-        (lambda model: Letters(batch=0), r"batch must be an integer of at least 1; got 0"),
+        (lambda model: Letters(batch_size=0), r"batch must be an integer of at least 1; got 0"),
         (
             lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
             r"prompt 1 is a list of token ids, to which a chat template cannot be applied; omit chat_template",

@@ -55,10 +55,10 @@ def test_sinks_of_tokens_are_separated_from_sinks_of_places(planted, change, ver
 
 
 def test_measures_are_those_of_swaps_by_hand(tiny_llada):
-    study = Swaps(settings=SHORT, places=3, seed=1)
+    study = Swaps(settings=SHORT, count=3, seed=1)
     found = study.run(tiny_llada, [PROBLEMS[0].prompt]).measured["tiny-llada"].isel(prompt=0)
     run = study.generate(tiny_llada, [PROBLEMS[0].prompt], study.settings, record_sinks=False).run
     for name, (replace, by) in SWAPS.items():
-        made = swap(run, replace, by, places=3, seed=1)
+        made = swap(run, replace, by, count=3, seed=1)
         for measure in ("sinks_before", "sinks_after"):
             assert float(found[measure].sel(swap=name)) == pytest.approx(float(made[measure].mean()))

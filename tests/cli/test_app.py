@@ -136,7 +136,10 @@ def test_what_a_command_prints(arguments, texts, capsys):
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
         (["analyse", "existence", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "existence", "tiny-llada", "--limit", "0"], "limit is 0; give the number of samples"),
-        (["analyse", "existence", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
+        (
+            ["analyse", "existence", "tiny-llada", "--batch-size", "0"],
+            "batch_size must be an integer of at least 1",
+        ),
         (["analyse", "existence", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
         (["analyse", "existence", "tiny-llada", "tiny-llada"], "each model can be given only once"),
         (["analyse", "existence", "tiny-llada", "--prompts", "/no/such/file"], "could not read"),
@@ -163,7 +166,7 @@ def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, ca
         (["trace", "m", "--prompt", "x", "--gen-lenght", "3"], "Unknown option: --gen-lenght. Did you mean --gen-leng"),
         (["hooks", "tiny-llada", "--al"], "Unknown option: --al. Did you mean --all?"),  # no abbreviations
         (["trace", "m"], 'Command "trace" parameter --prompt requires an argument'),
-        (["evaluate", "m", "--batch", "1.5"], "Invalid value for --batch: must be an integer; got '1.5'"),
+        (["evaluate", "m", "--batch-size", "1.5"], "Invalid value for --batch-size: must be an integer; got '1.5'"),
         (["evaluate", "m", "--queries", "any"], 'Invalid value "any" for --queries. Choose from: "newest", "all"'),
     ],
 )

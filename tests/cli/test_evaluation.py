@@ -222,7 +222,7 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_toke
     lines = [{"prompt": prompt, "expected": right} for prompt, right in zip(ids, expected, strict=True)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     call = ["evaluate", no_tokenizer, "--prompts", file, "--mask-sinks", 1, "--out", out]
-    code, _, printed = run(capsys, *call, "--batch", 2)
+    code, _, printed = run(capsys, *call, "--batch-size", 2)
     assert code == 0, printed
     found = records(out, "unmasked")
     assert [(one["sample"], one["verdict"]) for one in found] == [

@@ -61,12 +61,12 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     """Real processes: every finished prompt is kept, none is measured twice, and the tables are equal."""
     out = tmp_path / "cut"
     call = ["analyse", "definitions", "tiny-llama", "--limit", "8", "--gen-length", "4", "--out", str(out)]
-    code, errors = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
+    code, errors = stopped([*call, "--batch-size", "3"], out, 1, signal.SIGINT)
     first = kept(out)
     assert (code, 1 <= first < 8, [file.name for file in out.iterdir()]) == (130, True, ["units"]), errors
     assert f"interrupted; {out} keeps the finished prompts. To resume:\n" in errors
-    assert errors.endswith(f"  sinklens {' '.join(call)} --batch 3\n")
-    assert stopped([*call, "--batch", "5"], out, 1, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert errors.endswith(f"  sinklens {' '.join(call)} --batch-size 3\n")
+    assert stopped([*call, "--batch-size", "5"], out, 1, signal.SIGKILL)[0] == -signal.SIGKILL
     second = kept(out)
     assert first < second < 8
     done = start(call)
@@ -74,7 +74,7 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     assert done.returncode == 0, errors
     assert f"{second}/8" in errors
     assert kept(out) == 8
-    study = find("definitions")(settings={"gen_length": 4}, batch=8)
+    study = find("definitions")(settings={"gen_length": 4}, batch_size=8)
     full = tmp_path / "full"
     uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], full)
     written = {file.name: file.read_bytes() for file in full.iterdir() if file.suffix in (".csv", ".svg", ".png")}

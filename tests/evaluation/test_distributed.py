@@ -63,14 +63,14 @@ def test_killed_workers_are_replaced_and_the_ledger_equals_that_of_one_process(t
             for process in killed:
                 os.kill(process.pid, signal.SIGKILL)
 
-    given = {"limit": 8, "batch": 2, "progress": report}
+    given = {"limit": 8, "batch_size": 2, "progress": report}
     runs = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "ray", engine=OnRay(workers=2), **given)
     output = capfd.readouterr()
     assert len(killed) == 2
     assert not ray.is_initialized(), "the cluster started for the evaluation is still running"
     assert "Running" not in output.out + output.err, "Ray printed progress bars"
 
-    alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=8, batch=2)
+    alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=8, batch_size=2)
     for run, reference in zip(runs, alone, strict=True):
         assert run.name == reference.name
         assert reproducible(run.records()) == reproducible(reference.records())

@@ -129,8 +129,10 @@ def test_the_command_line_is_that_of_the_harness(words, tmp_path, monkeypatch, c
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # thousands of files
     given = ["--model", "sinklens", "--model_args", "pretrained=tiny-llada,mask_sinks=1", "--batch_size", "4"]
     what = ["--tasks", "words", "--include_path", str(tmp_path), "--limit", "2"]
+    before = sys.argv
     with offline():
         assert main(["lm-eval", *given, *what]) == 0
+    assert sys.argv is before
     assert "exact_match" in capsys.readouterr().out
     assert main(["lm-eval", *given, *what, "--use_cache", str(tmp_path / "cached")]) == 1
     assert "sinklens: the harness's response cache" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_bounds_of_a_diffusion_model_reach_the_harness(tmp_path, tiny_llada):
     _, (document, _) = DATA["arc/arc_easy"]
     prompt = f"Question: {document['question']}\nAnswer:"
     wanted = likelihood(
-        tiny_llada, prompt, [f" {text}" for text in document["choices"]["text"]], mc_num=8, batch=4, seed=3
+        tiny_llada, prompt, [f" {text}" for text in document["choices"]["text"]], mc_num=8, draws_per_start=4, seed=3
     )  # fmt: skip
     assert found["arc-arc_easy"][:3] == [(pytest.approx(one.value, rel=1e-5), False) for one in wanted]
     assert 0 <= scores["arc-arc_easy"]["acc,none"] <= 1
@@ -109,7 +109,7 @@ def test_bounds_of_a_diffusion_model_reach_the_harness(tmp_path, tiny_llada):
         SinklensLM(tiny_llada, mask_sinks=1, mask_same_step=True, seed=3, **settings), tmp_path, ["arc/arc_easy"]
     )  # fmt: skip
     hooks = MaskSinks(top_k=1, same_step=True, seed=3)
-    wanted = likelihood(tiny_llada, prompt, " 38", mc_num=8, batch=4, seed=3, hooks=hooks)
+    wanted = likelihood(tiny_llada, prompt, " 38", mc_num=8, draws_per_start=4, seed=3, hooks=hooks)
     assert masked["arc-arc_easy"][0][0] == pytest.approx(wanted.value, rel=1e-5)
 
 

@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan_run("tiny-llada", batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
+    return plan_run("tiny-llada", batch_size=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
 
 
 def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
@@ -60,7 +60,7 @@ def test_quantized_weights_are_those_of_linear_layers_by_the_bytes_of_their_form
     assert list(plan.alternatives) == list(QUANTIZATIONS)
     raw = json.loads((find_checkpoint("tiny-llada") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    stored = plan_run(tmp_path, batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
+    stored = plan_run(tmp_path, batch_size=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
     assert (stored.quantization, stored.alternatives) == (name, {name: plan.alternatives[name]})
     assert (stored.step, stored.flops, stored.moved < plan.moved) == (plan.step, plan.flops, True)
     with pytest.raises(SettingError, match=r"quantized already, by bitsandbytes, so quantization='bnb-nf4' does not"):
@@ -68,7 +68,7 @@ def test_quantized_weights_are_those_of_linear_layers_by_the_bytes_of_their_form
 
 
 def test_keys_are_those_of_the_positions_that_are_cached(tiny_llama):
-    found = plan_run("tiny-llama", batch=2, prompt_length=20, gen_length=12, dtype=torch.float32)
+    found = plan_run("tiny-llama", batch_size=2, prompt_length=20, gen_length=12, dtype=torch.float32)
     cfg = tiny_llama.cfg
     assert found.keys == 2 * 2 * cfg.n_layers * cfg.n_key_value_heads * cfg.d_head * 32 * 4
     assert found.first_keys == found.keys * 20 // 32
@@ -95,7 +95,7 @@ def test_time_is_the_longer_of_operations_and_bytes(plan):
 def test_the_plan_of_experts_counts_their_projections_in_any_element_type(dtype):
     """Two experts per token: the gated projections, 2 · 160 values, of the last step of an MLP are its peak."""
     found = plan_run(
-        "tiny-llada-moe", batch=8, prompt_length=120, gen_length=8, steps=4, record_sinks=False, dtype=dtype
+        "tiny-llada-moe", batch_size=8, prompt_length=120, gen_length=8, steps=4, record_sinks=False, dtype=dtype
     )
     routed, stream = 8 * 128 * 2, 8 * 128 * 192
     least = (routed * (2 * 160 + 160 + 192) + 3 * stream) * dtype.itemsize
@@ -128,14 +128,14 @@ def test_a_plan_needs_no_weights(tmp_path, monkeypatch):
             SettingError,
             r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4",
         ),
-        ({"batch": 0}, 1, SettingError, r"batch and a prompt of at least 1; got 0"),
+        ({"batch_size": 0}, 1, SettingError, r"batch and a prompt of at least 1; got 0"),
         (
-            {"batch": 99999999999999},
+            {"batch_size": 99999999999999},
             1,
             SettingError,
             r"a plan has at most 4,194,304 positions; 99,999,999,999,999 rows of 136 are more",
         ),
-        ({"batch": 10**30}, 1, SettingError, r"a plan has at most 4,194,304 positions"),
+        ({"batch_size": 10**30}, 1, SettingError, r"a plan has at most 4,194,304 positions"),
         (
             {"prompt_length": 99999999999999},
             1,
@@ -154,7 +154,7 @@ def test_wrong_arguments_say_what_is_allowed(given, utilization, error, text):
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
 def test_a_few_blocks_of_scores_take_as_much_memory_as_all(monkeypatch, name):
     monkeypatch.setitem(column_sums.BLOCK_ELEMENTS, "cpu", 1500)
-    given = {"batch": 3, "prompt_length": 60, "gen_length": 8}
+    given = {"batch_size": 3, "prompt_length": 60, "gen_length": 8}
     few = plan_run(name, **given)
     monkeypatch.setattr(run_memory, "BLOCKS", None)
     assert plan_run(name, **given) == few
@@ -251,6 +251,8 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path, 
         source = tmp_path
     given = isinstance(name, str) or name[1]  # causal ones are known by their model_type
     family = {} if given else {"load": {"family": f"a2d-{name[0]}"}}
-    found = plan_run(source, batch=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings)
+    found = plan_run(
+        source, batch_size=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings
+    )
     taken = peak_of(name, SIZES, batch, prompt, watch, settings)
     assert found.working == pytest.approx(taken, rel=0.1)

@@ -25,7 +25,7 @@ from sinklens.tasks.word_problems import TinyGsm
 CONDITIONS = masking([1])
 PROMPT = "Question: 1 + 2\nAnswer:"
 VARYING = ("seconds", "batch", "sinks")  # the sinks' last bits depend on the batch
-ARGUMENTS = ["evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--limit", "10", "--batch", "1"]
+ARGUMENTS = ["evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--limit", "10", "--batch-size", "1"]
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ class Repeating(TinyGsm):
 def test_rows_of_a_masked_run_that_ends_early_do_not_wait_for_each_other(tmp_path, tiny_llada, rule):
     """A row that waits has more steps than alone, and masks based on the previous step act in them."""
     fast = find_protocol("tiny-gsm").with_settings({**rule, "block_length": 8})
-    both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch=size) for size in (1, 4)]
+    both = [evaluate(tiny_llada, fast, masking([5]), tmp_path / str(size), limit=4, batch_size=size) for size in (1, 4)]
     alone, together = ([[record["tokens"] for record in run.records()] for run in runs] for runs in both)
     assert alone == together
     assert [{record["batch"] for record in run.records()} for run in both[1]] == [{4}, {1}]
@@ -163,7 +163,7 @@ def test_rows_of_a_masked_run_that_ends_early_do_not_wait_for_each_other(tmp_pat
 def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
     reports = []
     for limit in (2, 3):
-        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, limit=limit, batch=1,
+        evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path, limit=limit, batch_size=1,
                  progress=lambda condition, done, total: reports.append((condition.name, done, total)))  # fmt: skip
     assert reports == [("unmasked", done, total) for done, total in [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)]]
 
@@ -173,11 +173,11 @@ def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
     ("arguments", "text"),
     [
         ({"limit": "2"}, "limit is '2'; give the number of samples"),
-        ({"batch": 1.5}, "batch must be an integer of at least 1; got 1.5"),
+        ({"batch_size": 1.5}, "batch_size must be an integer of at least 1; got 1.5"),
         ({"shard": "0/2"}, r"shard must be two integers, \(0, 4\) for the first of four; got '0/2'"),
         ({"seed": 1.5}, "seed must be an integer from 0"),
         ({"shard": (3, 3)}, r"shard must be two integers, .*; got \(3, 3\)"),
-        ({"batch": 0}, r"batch must be an integer of at least 1; got 0"),
+        ({"batch_size": 0}, r"batch_size must be an integer of at least 1; got 0"),
         ({"conditions": []}, r"at least one condition, each with a different name; got \[\]"),
         ({"conditions": [UNMASKED, Condition("unmasked")]}, r"each with a different name"),
         ({"task": find_task("tiny-code")}, r"the protocol tiny-gsm is for the task tiny-gsm; got tiny-code"),
@@ -193,7 +193,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, tiny_lla
 
 
 def test_a_ledger_and_a_study_do_not_share_a_folder(tmp_path, tiny_llama):
-    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path / "evaluation", limit=1, batch=1)
+    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path / "evaluation", limit=1, batch_size=1)
     study = find("existence")(settings={"gen_length": 2})
     with pytest.raises(SinklensError, match="holds an evaluation already; choose another folder for a study"):
         study.run([tiny_llama], [PROMPT], tmp_path / "evaluation")

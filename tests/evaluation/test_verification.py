@@ -179,7 +179,7 @@ def test_a_report_is_a_table_and_json_and_knows_what_failed():
 
 @pytest.mark.extended
 def test_the_command_writes_both_reports_and_fails_if_a_check_of_the_checkpoint_does(tmp_path, capsys):
-    given = ["verify", "tiny-llada", "--problems", "4", "--batch", "4", "--out"]
+    given = ["verify", "tiny-llada", "--problems", "4", "--batch-size", "4", "--out"]
     main([*given, str(tmp_path / "good")])
     found = json.loads((tmp_path / "good" / "report.json").read_text())
     assert [check["outcome"] for check in found["checks"][:7]] == ["passed"] * 7

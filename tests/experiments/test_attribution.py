@@ -54,7 +54,7 @@ def test_real_patching_is_a_pass_with_one_value_replaced(oracle):
     values, base = oracle(clean).values, float(oracle.bent(oracle(corrupted).logits))
     names = [name for name in values if every_value(name) and name.startswith("blocks.1.") and "adaln" not in name]
     found = patching_effects(
-        oracle.model, clean, corrupted, oracle.bent, ["hook_embed", *names], at_once=29, **oracle.given
+        oracle.model, clean, corrupted, oracle.bent, ["hook_embed", *names], batch_size=29, **oracle.given
     )
     rng, large = np.random.default_rng(2), 0
     for name in ["hook_embed", *names]:
@@ -101,7 +101,7 @@ def test_the_estimate_is_exact_where_the_metric_is_linear(name):
     truth = patching_effects(*asked, f"blocks.-1.{name}")
     assert float(abs(truth[name]).max()) > 0.1
     for path in (0, 3):
-        estimate = attribution_patching(*asked, [f"blocks.-1.{name}"], path=path)
+        estimate = attribution_patching(*asked, [f"blocks.-1.{name}"], ig_steps=path)
         assert (float(abs(estimate - truth)[name].max()) < 1e-8) == (name == "attn.hook_z" or path == 0)
         assert estimate.attrs == pytest.approx(truth.attrs)
 
@@ -114,13 +114,13 @@ def test_gradients_along_the_path_are_taken_at_midpoints_and_sum_to_the_total_ef
         given.append(logits.detach())
         return bent(logits)
 
-    attribution_patching(model, clean, corrupted, metric, "blocks.1.attn.hook_z", path=2)
+    attribution_patching(model, clean, corrupted, metric, "blocks.1.attn.hook_z", ig_steps=2)
     start, end = (plain_pass(model, ids).values["hook_embed"] for ids in (corrupted, clean))
     for share in (0.25, 0.75):
         edits = {"hook_embed": lambda value, share=share: start + share * (end - start)}
         logits = plain_pass(model, corrupted, edits=edits).logits
         assert sum(torch.allclose(logits, each, atol=1e-3) for each in given) == 1
-    found = attribution_patching(model, clean, corrupted, bent, "hook_embed", path=50)
+    found = attribution_patching(model, clean, corrupted, bent, "hook_embed", ig_steps=50)
     changed = found.clean - found.corrupted
     assert float(found["hook_embed"].sum()) == pytest.approx(changed, rel=0.02)
     alone = attribution_patching(model, clean, corrupted, bent, "hook_embed")
@@ -260,7 +260,7 @@ BOTH, ESTIMATED, REAL = (attribution_patching, patching_effects), (attribution_p
             r"\[2, 6\], with a real token in each row; got \[2, 5\]",
         ),
         (ESTIMATED, {"names": "hook_x"}, HookNameError, r"no hook point is called 'hook_x'"),
-        (ESTIMATED, {"path": -1}, SettingError, "path must be an integer of at least 0; got -1"),
+        (ESTIMATED, {"ig_steps": -1}, SettingError, "ig_steps must be an integer of at least 0; got -1"),
         (
             ESTIMATED,
             {"model": frozen_model},
@@ -269,7 +269,7 @@ BOTH, ESTIMATED, REAL = (attribution_patching, patching_effects), (attribution_p
         ),
         (REAL, {"heads": [6]}, SettingError, r"head 6 does not exist"),
         (REAL, {"positions": [6]}, SettingError, r"position 6 does not exist"),
-        (REAL, {"at_once": 0}, SettingError, r"at_once must be an integer of at least 1; got 0"),
+        (REAL, {"batch_size": 0}, SettingError, r"batch_size must be an integer of at least 1; got 0"),
     ],
 )
 def test_what_cannot_be_patched_is_refused(several, change, error, text):

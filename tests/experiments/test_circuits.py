@@ -67,7 +67,7 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
 
 @pytest.mark.fast_cases(1)
 def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
-    scores = edge_scores([planted_case], path=4)[0]
+    scores = edge_scores([planted_case], ig_steps=4)[0]
     senders, receivers = (
         np.isin(scores[end], [*names]) for end, names in zip(("sender", "receiver"), PLANTED, strict=True)
     )

@@ -40,9 +40,7 @@ def test_patched_edges_equal_plain_passes(oracle):
     """As an effect, whatever the number of edges in a pass, and as a patch."""
     clean, corrupted = two_inputs()
     asked, labels = (oracle.model, clean, corrupted, oracle.bent), {"senders": SENDERS, "receivers": RECEIVERS}
-    found = [
-        path_patching_effects(*asked, **labels, **oracle.given, edges_per_pass=size)["effect"] for size in (1, 4, 16)
-    ]
+    found = [path_patching_effects(*asked, **labels, **oracle.given, batch_size=size)["effect"] for size in (1, 4, 16)]
     source = {0: oracle.model.run_with_cache(clean, names_filter=POINTS, **oracle.given)[1]}
     base = oracle.bent(oracle(corrupted).logits)
     for sender, receiver in ((one, other) for one in SENDERS for other in RECEIVERS):
@@ -92,7 +90,7 @@ def test_gradients_along_the_path_rank_the_edges_of_a_trained_model_as_path_patc
     }
     asked = tiny_llada, run.canvas[:, 20], other, metric
     truth = path_patching_effects(*asked, **labels)
-    score = agreement(edge_attribution(*asked, path=8), truth)["effect"]
+    score = agreement(edge_attribution(*asked, ig_steps=8), truth)["effect"]
     assert score.rank_correlation > 0.8
     assert score.places == 108
 
@@ -187,7 +185,7 @@ def test_what_has_no_such_edge_reader_or_jump_is_refused(trained, conformance):
     timed, jump = sinklens.load(conformance / "duo"), sink_jumps(trained)[0]
     assert sink_jumps(trained, EpsilonOverMean(1000.0)) == []
     for call, match in [
-        (lambda: path_patching_effects(model, *asked, edges_per_pass=0), "edges_per_pass must be an integer of at le"),
+        (lambda: path_patching_effects(model, *asked, batch_size=0), "batch_size must be an integer of at le"),
         (lambda: path_patching_effects(timed, *asked), "reads the noise level of its canvas; pass time="),
         (lambda: edge_attribution(timed, *asked), "reads the noise level of its canvas; pass time="),
         (lambda: read_attribution(trained, 2, 1, 0, 999), "position 999 does not exist at this step"),

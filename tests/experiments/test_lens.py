@@ -299,7 +299,7 @@ def test_a_trained_lens_is_closer_to_the_prediction_than_the_logit_lens_on_other
         model, settings = sinklens.load(name), {"steps": 8}
         prompts, other = [problem.prompt for problem in training(11, 24)], [held_out(1)[0].prompt]
     lens = train_tuned_lens(
-        model, prompts, buckets=2, updates=60, batch=128, learning_rate=3e-3, places=3000, **settings
+        model, prompts, buckets=2, updates=60, update_size=128, learning_rate=3e-3, sample_size=3000, **settings
     )
     run = sinklens.generate(model, other, record_sinks=False, **settings)
     tuned, plain = divergence(run, lens), divergence(run, None)
@@ -326,7 +326,7 @@ def test_what_a_lens_cannot_read_or_be_fitted_on_is_refused(models, worded):
     generated(model, hooks=[lens])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=3, hooks=[lens])
     assert sorted(lens.kept) == [(0, 1), (1, 1), (2, 1)]
-    short, few = {"gen_length": 6, "steps": 2}, {"updates": 2, "batch": 4}
+    short, few = {"gen_length": 6, "steps": 2}, {"updates": 2, "update_size": 4}
     for call, match in [
         (lambda: logit_lens(model, run, top_k=0), r"top_k must be between 1 and 61, the vocabulary size; got 0"),
         (lambda: logit_lens(model, run, steps=[6]), r"step 6 does not exist; there are 6"),

@@ -86,7 +86,7 @@ def test_a_metric_of_a_sweep_is_that_of_separate_runs(models, kind):
         "all steps": AblateHeads(layers=[2], heads=[3]),
         "previous": MaskSinks(top_k=1),
     }
-    found = sweep(model, PROMPTS, listed, metric=surprise, replay=True, rows=6, **settings)
+    found = sweep(model, PROMPTS, listed, metric=surprise, replay=True, batch_size=6, **settings)
     for name, hooks in listed.items():
         expected = separately(model, PROMPTS, hooks, base, before, **settings)
         got = found["metric"].sel(intervention=name).to_numpy()
@@ -156,12 +156,12 @@ def test_places_make_a_map_and_only_the_named_steps_run(models, monkeypatch):
         (layer, head, step): AblateHeads(layers=[layer], heads=[head], steps=[step])
         for layer in (0, 2) for head in range(6) for step in (0, 2)
     }  # fmt: skip
-    found = sweep(model, PROMPTS[:1], places, metric=surprise, replay=True, rows=100, **SHORT)
+    found = sweep(model, PROMPTS[:1], places, metric=surprise, replay=True, batch_size=100, **SHORT)
     assert passes == [1, 1, 1, 1, 12, 1, 12]  # the base run; then the unchanged row and twelve heads, twice
     assert found["metric"].dims == ("layer", "head", "step", "prompt")
     assert found["metric"].sizes == {"layer": 2, "head": 6, "step": 2, "prompt": 1}
     slow = {place: FromTheStart(layers=[place[0]], heads=[place[1]], steps=[place[2]]) for place in places}
-    same = sweep(model, PROMPTS[:1], slow, metric=surprise, replay=True, rows=100, **SHORT)
+    same = sweep(model, PROMPTS[:1], slow, metric=surprise, replay=True, batch_size=100, **SHORT)
     np.testing.assert_allclose(found["metric"], same["metric"], atol=1e-4)
     by_head = {(layer, head): AblateHeads(layers=[layer], heads=[head]) for layer in (0, 1) for head in (1, 4)}
     grid = sweep(model, PROMPTS, by_head, metric=surprise, replay=True, **SHORT)["metric"]

@@ -58,7 +58,7 @@ def test_sinks_of_places_stay_although_they_are_all_on_digits(run, monkeypatch):
 
 
 def test_a_swap_equals_a_pass_over_the_edited_canvas(run):
-    found = swap_of(run, "digit", "word", steps=[2], places=2, seed=3)
+    found = swap_of(run, "digit", "word", steps=[2], count=2, seed=3)
     assert set(found["row"].values) == {0, 1}
     one = {name: found[name].values[-1].item() for name in found}
     row, real = one["row"], run.real[one["row"]]
@@ -87,7 +87,7 @@ def test_sums_over_later_queries_leave_out_the_earlier_ones(run):
 
 
 def test_a_mask_or_given_ids_can_be_put_in_place_and_draws_repeat(run):
-    masks = swap_of(run, "word", "mask", steps=[0], rows=[1], places=3)
+    masks = swap_of(run, "word", "mask", steps=[0], rows=[1], count=3)
     assert masks.sizes["swap"] == 3
     assert set(masks["new"].values) == {run.model.mask_token_id}
     given = int(np.flatnonzero(kinds_of_vocabulary(run.model) == Kind.DIGIT)[7])
@@ -101,7 +101,7 @@ def test_what_cannot_be_swapped_is_refused(run):
     for call, match in [
         (lambda: swap_of(run, "digits", "word"), r"no kind 'digits' can be swapped; known: newline.*Nearest: digit"),
         (lambda: swap_of(run, "word", "digit", among=[run.model.mask_token_id]), r"has no token of the kind digit"),
-        (lambda: swap_of(run, "word", "digit", places=0), r"places .* at least 1; got 0"),
+        (lambda: swap_of(run, "word", "digit", count=0), r"count .* at least 1; got 0"),
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=match):
             call()

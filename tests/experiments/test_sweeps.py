@@ -71,7 +71,7 @@ def test_a_sweep_equals_its_runs_one_at_a_time(model, mixed, mode):
         pytest.skip("an autoregressive model has no cache policy")
     replay, kept, different = settings.pop("replay", False), MaskedLogits(), 0
     base = sinklens.generate(model, PROMPTS, hooks=[kept], record_sinks=False, **settings)
-    swept = sweep(model, PROMPTS, mixed, rows=9, replay=replay, **settings)
+    swept = sweep(model, PROMPTS, mixed, batch_size=9, replay=replay, **settings)
     assert swept["intervention"].to_numpy().tolist() == list(mixed)
     assert swept.sizes["prompt"] == 3
     assert (set(BY_STEP) <= set(swept.data_vars)) is replay
@@ -125,7 +125,9 @@ def test_a_token_of_the_prompt_can_be_changed(tiny_llada):
 
 
 def test_batches_that_end_at_different_steps_are_concatenated(tiny_llama):
-    swept = sweep(tiny_llama, PROMPTS, {"head": AblateHeads(layers=[1], heads=[0])}, replay=True, rows=1, gen_length=24)
+    swept = sweep(
+        tiny_llama, PROMPTS, {"head": AblateHeads(layers=[1], heads=[0])}, replay=True, batch_size=1, gen_length=24
+    )
     steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False, gen_length=24).steps_run for prompt in PROMPTS]
     assert len(set(steps)) > 1
     assert swept["kl"].notnull().sum("step").to_numpy()[0].tolist() == steps
@@ -151,7 +153,7 @@ HEADS = {str(head): AblateHeads(layers=[0], heads=[head]) for head in range(5)}
 
 @pytest.mark.parametrize(("most", "expected"), [(6, [3, 6, 6, 3]), (3, [3] * 6), (1, [1, 1, 1, 1, 1, 1] * 3)])
 def test_no_pass_has_more_rows_than_asked(tiny_llada, rows, most, expected):
-    swept = sweep(tiny_llada, PROMPTS, HEADS, rows=most, gen_length=4)
+    swept = sweep(tiny_llada, PROMPTS, HEADS, batch_size=most, gen_length=4)
     assert rows == expected
     assert swept["answer"].shape == (5, 3)
 
@@ -167,7 +169,7 @@ def test_answers_without_a_tokenizer_are_ids():
 def test_one_prompt_is_a_text_or_token_ids(tiny_llada, given):
     """With and without a chat template."""
     ids = PROMPTS[0] if given is None else given(tiny_llada.encode(PROMPTS[0])[0][0].tolist())
-    swept = sweep(tiny_llada, ids, {"none": []}, rows=1, **SHORT)
+    swept = sweep(tiny_llada, ids, {"none": []}, batch_size=1, **SHORT)
     assert swept["answer"].to_numpy().tolist() == [[sinklens.generate(tiny_llada, PROMPTS[0], **SHORT).text]]
     asked = {"chat_template": "Question: {{ messages[0]['content'] }}\nAnswer:"} | SHORT
     swept = sweep(tiny_llada, ["Tom has 5 pens. How many pens does he have?"], {"none": []}, **asked)
@@ -184,7 +186,7 @@ def test_what_cannot_be_swept_is_refused(tiny_llada):
     for call, match in [
         (lambda: sweep(tiny_llada, [], none), "at least one intervention and one prompt"),
         (lambda: sweep(tiny_llada, PROMPTS, {}), "at least one intervention and one prompt"),
-        (lambda: sweep(tiny_llada, PROMPTS, HEADS, rows=0, gen_length=4), "at least 1; got 0"),
+        (lambda: sweep(tiny_llada, PROMPTS, HEADS, batch_size=0, gen_length=4), "at least 1; got 0"),
         (lambda: sweep(tiny_llada, PROMPTS, {"longer": SinkToken()}, replay=True), "longer makes the canvas longer"),
         (lambda: sweep(tiny_llada, PROMPTS, {"bad": bad}, **SHORT), r"first_row at blocks.0.hook_mlp_out \(step 0\)"),
         (lambda: sinklens.generate(tiny_llada, PROMPTS, hooks=[two], **SHORT), "2 stacked .* a multiple of 2 rows"),

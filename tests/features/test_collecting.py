@@ -56,7 +56,9 @@ def check_same(store, other):
 )
 def test_every_place_in_scope_is_stored_once_with_its_activation(worded, tmp_path, architecture, scope, steps):
     model = worded(architecture)
-    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, only_steps=steps, batch=2, gen_length=8)
+    store = collect(
+        model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, only_steps=steps, batch_size=2, gen_length=8
+    )
     full = sinklens.generate(model, PROMPTS, gen_length=8, record_sinks=False, progress=False)
     check(store, by_hand(full, scope, steps))
 
@@ -86,7 +88,14 @@ def test_places_of_runs_with_a_cache_do_not_depend_on_the_batch(worded, tmp_path
         model = sinklens.load(write_tokenizer(tmp_path / family), **arguments(family))
     alone, together = (
         collect(
-            model, PROMPTS[:4], POINT, tmp_path / f"{batch}.zarr", batch=batch, gen_length=8, stop=False, **settings
+            model,
+            PROMPTS[:4],
+            POINT,
+            tmp_path / f"{batch}.zarr",
+            batch_size=batch,
+            gen_length=8,
+            stop=False,
+            **settings,
         )
         for batch in (1, 4)
     )
@@ -97,7 +106,7 @@ def test_places_of_runs_with_a_cache_do_not_depend_on_the_batch(worded, tmp_path
 
 @pytest.mark.extended
 def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
-    arguments = {"batch": 2, "scope": "masked", "gen_length": 8}
+    arguments = {"batch_size": 2, "scope": "masked", "gen_length": 8}
     model, complete = worded(), collect(worded(), PROMPTS, POINT, tmp_path / "complete.zarr", **arguments)
 
     def stop(done, total):
@@ -105,14 +114,14 @@ def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
             raise KeyboardInterrupt("stopped")
 
     with pytest.raises(KeyboardInterrupt, match="stopped"):
-        collect(model, PROMPTS, POINT, tmp_path / "a.zarr", report=stop, **arguments)
+        collect(model, PROMPTS, POINT, tmp_path / "a.zarr", progress=stop, **arguments)
     half = ActivationStore(tmp_path / "a.zarr")
     assert (half.prompts_done, half.finished) == (4, False)
     # a batch that was killed before it counted: rows on disk that the attributes do not know
     half.group[f"activation.{POINT}"].resize((len(half) + 3, half.d_in))
     half.group["step"].resize((len(half) + 50,))
     calls = []
-    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", report=lambda *done: calls.append(done), **arguments)
+    store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", progress=lambda *done: calls.append(done), **arguments)
     assert calls == [(5, 5)]
     assert torch.equal(store.read(0, len(store)), complete.read(0, len(complete)))
     assert all((store.column(name) == complete.column(name)).all() for name in ("prompt", "step", "pos", "state"))
@@ -128,8 +137,8 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
 
 
 @pytest.mark.parametrize(("prompts", "points", "given", "match"), [
-    ([], POINT, {}, "a list of at least one prompt"),
-    (PROMPTS, POINT, {"batch": 0}, "batch must be an integer of at least 1; got 0"),
+    ([], POINT, {}, "at least one prompt"),
+    (PROMPTS, POINT, {"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
     (PROMPTS, POINT, {"gen_length": 8}, "is not a store of activations"),
 ])  # fmt: skip
 def test_arguments_that_belong_together_are_checked(worded, tmp_path, prompts, points, given, match):
@@ -140,14 +149,14 @@ def test_arguments_that_belong_together_are_checked(worded, tmp_path, prompts, p
 def test_copies_of_a_prompt_get_the_same_random_numbers_in_every_batch(worded, tmp_path):
     prompts, settings = [SHORT, LONG, SHORT, SHORT], {"gen_length": 8, "temperature": 5.0, "scope": "committed"}
     single, together = (
-        collect(worded(), prompts, POINT, tmp_path / f"{batch}.zarr", batch=batch, **settings) for batch in (1, 4)
+        collect(worded(), prompts, POINT, tmp_path / f"{batch}.zarr", batch_size=batch, **settings) for batch in (1, 4)
     )
     check_same(single, together)
 
 
 def test_several_points_share_a_store_and_each_is_read_like_a_store_of_its_own(worded, tmp_path):
     model, points = worded(), [POINT, "blocks.0.attn.hook_z"]
-    given = {"scope": "masked", "batch": 2, "gen_length": 4, "steps": 4, "block_length": 4}
+    given = {"scope": "masked", "batch_size": 2, "gen_length": 4, "steps": 4, "block_length": 4}
     both = collect(model, PROMPTS, points, tmp_path / "both.zarr", **given)
     assert both.points == points
     for point in points:

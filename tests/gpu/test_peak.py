@@ -47,7 +47,7 @@ def test_planned(watch: list[str], length: int, device: torch.device, finding: C
     length = min(length, 112)
     given: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2}
     planned = plan_run(
-        "tiny-llada", batch=8, prompt_length=length - 16, watch=watch, dtype=torch.float32, **given
+        "tiny-llada", batch_size=8, prompt_length=length - 16, watch=watch, dtype=torch.float32, **given
     ).working / 1e6  # fmt: skip
     tiny, ids = samples.shipped("tiny-llada", device), samples.random_ids(8, length - 16) + 10
     hooks = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: None)] * len(watch)

@@ -77,7 +77,7 @@ def test_ray(tmp_path: Path, finding: Callable[..., None]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'sinklens[ray]')")
     from sinklens.evaluation import OnRay, evaluate, masking
 
-    given: dict[str, Any] = {"limit": 2, "batch": 2}
+    given: dict[str, Any] = {"limit": 2, "batch_size": 2}
     runs = [
         evaluate("tiny-llada", "tiny-gsm", masking([0]), tmp_path / name, engine=engine, **given)[0]
         for name, engine in (("ray", OnRay(workers=1, gpus_per_worker=1)), ("alone", None))

@@ -209,7 +209,7 @@ def test_an_effect_under_replay_is_the_divergence_of_plain_passes(network, name)
 def test_features_are_collected_read_and_spliced_at_the_noise_level_of_their_step(network, name, tmp_path):
     (model, dit), point = network, "blocks.1.hook_resid_post"
     settings = {"gen_length": 6, "seed": 1} | SETTINGS[name]
-    store = collect(model, PROMPTS, point, tmp_path / "store", batch=2, **settings)
+    store = collect(model, PROMPTS, point, tmp_path / "store", batch_size=2, **settings)
     run, sae = generate(model, name), Perfect()
     passes = [plain(dit, run, step).values[point] for step in range(run.steps_run)]
     row, step, pos = (torch.from_numpy(store.column(one)).long() for one in ("prompt", "step", "pos"))

@@ -1,5 +1,7 @@
 """`Model`: nnsight blocks, fingerprints, and the inputs of `load`."""
 
+import re
+
 import pytest
 import torch
 from building import (
@@ -258,3 +260,18 @@ def test_the_repr_describes_the_model():
         f"Model('qwen2', family='a2d-qwen2', {size:,} parameters, "
         "3 layers, 6 heads, 80 hook points, torch.float32, cpu)"
     )
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-canvas", "tiny-mdlm", "tiny-llada-moe"])
+def test_printing_shows_every_point_and_the_module_it_belongs_to_with_equal_layers_as_one(name):
+    model = load(name)
+    _, *lines = str(model).split("\n")
+    assert any(line.startswith("blocks.0-3 ") and " model." in line and ".layers.0-3 " in line for line in lines)
+    assert len(lines) < 35
+    shown = set(re.findall(r"hook_\w+", str(model)))
+    assert shown == {point.rpartition(".")[2] for point in model.hook_names()}
+    layer = model.hf.get_submodule(f"{model.tree.architecture.base}.layers.0")
+    for line in lines:
+        path = line[19:60].strip().replace("0-3", "0")
+        if path not in ("", "the sampler"):
+            (layer if line.startswith("  ") else model.hf).get_submodule(path)

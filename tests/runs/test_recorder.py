@@ -291,10 +291,10 @@ class Lost(Entropy):
         ),
         (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two quantities of the track have the name 'entropy'"),
         (lambda _: Record([Taken()]), SettingError, r"two quantities of the track fill the variable 'is_real'"),
-        (lambda tmp: Record(to=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
-        (lambda tmp: Record(to=tmp), SettingError, r"does not end in \.zarr"),
+        (lambda tmp: Record(out=tmp / "run.nc"), SettingError, r"run\.nc' does not end in \.zarr.*run\.sinks\.save"),
+        (lambda tmp: Record(out=tmp), SettingError, r"does not end in \.zarr"),
         (
-            lambda tmp: Record(to=str(tmp / "old.zarr")),
+            lambda tmp: Record(out=str(tmp / "old.zarr")),
             SettingError,
             r"old\.zarr already exists; choose another path",
         ),

@@ -49,7 +49,7 @@ def a_plain_trace(model, prompt):
 
 def a_likelihood(model, prompt):
     hooks = [(POINT, lambda value, hook: value * 0.5)]
-    return np.array(model.likelihood(prompt, " 5", mc_num=4, batch=4, hooks=hooks).value)
+    return np.array(model.likelihood(prompt, " 5", mc_num=4, draws_per_start=4, hooks=hooks).value)
 
 
 @pytest.mark.parametrize("work", [a_run, a_block, a_hooked_pass, a_cached_pass, a_plain_trace, a_likelihood])

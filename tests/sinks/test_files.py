@@ -45,7 +45,7 @@ def test_data_are_read_lazily(tmp_path, suffix):
 def stores(tmp_path_factory, tiny_llada):
     """A run of five steps as recorded to disk and as saved, and its track in memory."""
     folder = tmp_path_factory.mktemp("stores")
-    record = Record(["values"], to=folder / "recorded.zarr")
+    record = Record(["values"], out=folder / "recorded.zarr")
     track = sinklens.generate(tiny_llada, PROMPTS[:2], gen_length=5, record_sinks=record).sinks
     track = SinkTrack(track.data.load())
     return {"recorded": folder / "recorded.zarr", "saved": track.save(folder / "saved.zarr")}, track

@@ -28,7 +28,7 @@ def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, monkeypatch, 
     model = request.getfixturevalue(model)
     kept = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
     monkeypatch.chdir(tmp_path)
-    run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES, to="run.zarr"))
+    run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES, out="run.zarr"))
     monkeypatch.chdir("/")
     for track in (run.sinks, SinkTrack.open(tmp_path / "run.zarr")):
         assert_equal(track, kept)
@@ -46,7 +46,7 @@ def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, 
         appended.extend(weakref.ref(array) for array in step.values())
 
     monkeypatch.setattr(StoredSteps, "append", watch)
-    record = Record(QUANTITIES, to=tmp_path / "run.zarr")
+    record = Record(QUANTITIES, out=tmp_path / "run.zarr")
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
     assert len(appended) == 5 * 10
     assert max(alive) <= 10
@@ -139,7 +139,7 @@ def test_a_run_that_fails_leaves_the_steps_before(request, complete, tmp_path, k
     with pytest.raises(Killed):  # noqa: PT011
         sinklens.generate(
             request.getfixturevalue(kind), PROMPTS, gen_length=8, hooks=[("blocks.1.hook_resid_pre", fail)],
-            record_sinks=Record(["values"], to=tmp_path / "run.zarr"),
+            record_sinks=Record(["values"], out=tmp_path / "run.zarr"),
         )  # fmt: skip
     track = SinkTrack.open(tmp_path / "run.zarr")
     assert (track.steps, track.finished) == (3, False)
@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
             limit.__enter__()
 
     limit = disk_full_beyond(500)
-    record = Record(["values"], to=tmp_path / "run.zarr")
+    record = Record(["values"], out=tmp_path / "run.zarr")
     message = r"could not write to .*run\.zarr: .*too large.*The 3 steps before this one are complete; open them with"
     try:
         with pytest.raises(SinklensError, match=message):
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
 
 
 def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, complete, tmp_path):
-    t = interrupted(tiny_llada, 3, Record(["values"], to=tmp_path / "run.zarr"))
+    t = interrupted(tiny_llada, 3, Record(["values"], out=tmp_path / "run.zarr"))
     for track in (t.sinks, SinkTrack.open(tmp_path / "run.zarr")):
         assert (track.steps, track.finished) == (3, True)
         assert_equal(track, complete.sinks, steps=3)
@@ -186,14 +186,14 @@ def test_a_run_stopped_in_a_block_has_the_steps_it_finished(tiny_llada, complete
 
 
 def test_a_run_stopped_in_its_first_step_has_no_track_and_no_store(tiny_llada, tmp_path):
-    for record in (True, Record(to=tmp_path / "run.zarr")):
+    for record in (True, Record(out=tmp_path / "run.zarr")):
         assert interrupted(tiny_llada, 0, record).sinks is None
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("to", [None, "run.zarr"])
 def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path, to):
-    record = Record(["values"], to=None if to is None else tmp_path / to, patterns=[(1, 0), (23, 0)])
+    record = Record(["values"], out=None if to is None else tmp_path / to, patterns=[(1, 0), (23, 0)])
     run = sinklens.generate(tiny_llada, PROMPTS, threshold=0.9, record_sinks=record)
     assert 1 < run.steps_run < 24
     assert run.sinks.steps == run.steps_run
@@ -229,10 +229,10 @@ def test_a_recording_needs_a_new_path_and_reduce_is_a_function(tmp_path):
     path = tmp_path / "mine.zarr"
     path.mkdir()
     for make, text in (
-        (lambda: Record(to=path), r"mine\.zarr already exists; choose another path"),
+        (lambda: Record(out=path), r"mine\.zarr already exists; choose another path"),
         (lambda: StoredSteps(path, AXES, 4), "already exists"),
-        (lambda: Record(reduce=3), r"reduce must be a function, without to=; got 3"),
-        (lambda: Record(reduce=print, to="run.zarr"), r"without to=; got .* and to='run.zarr'"),
+        (lambda: Record(reduce=3), r"reduce must be a function, without out=; got 3"),
+        (lambda: Record(reduce=print, out="run.zarr"), r"without out=; got .* and out='run.zarr'"),
     ):
         with pytest.raises(SettingError, match=text):
             make()

@@ -49,7 +49,7 @@ def test_ranks_match_a_sorted_list(causal):
         (lambda track: track.top(5), r"k must be between 1 and 4"),
         (lambda track: track.detect(TopK(5)), r"k must be between 1 and 4"),
         (lambda track: track.trajectory(1, 0), r"layer 1 does not exist; this track has 1, 0 to 0"),
-        (lambda track: track.trajectory(0, 0, batch=2), r"batch 2 does not exist"),
+        (lambda track: track.trajectory(0, 0, row=2), r"batch 2 does not exist"),
         (lambda track: track.isel(step=3), r"step 3 does not exist; this track has 3, 0 to 2"),
         (lambda track: track.isel(step=[0, -4]), r"step -4 does not exist"),
         (lambda track: track.isel(step=True), r"step must be an integer from 0 to 2; got True"),

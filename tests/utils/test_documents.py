@@ -133,7 +133,7 @@ def test_a_track_with_a_mistyped_attribute_is_refused(
 )
 def test_a_store_of_activations_with_a_mistyped_attribute_is_refused(tmp_path: Path, attribute: str, value: Any):
     model = sinklens.load("tiny-llada", check=False)
-    collect(model, [[5, 6]], ["blocks.0.hook_resid_post"], to=tmp_path / "a.zarr", gen_length=4, steps=2)
+    collect(model, [[5, 6]], ["blocks.0.hook_resid_post"], out=tmp_path / "a.zarr", gen_length=4, steps=2)
     meta = json.loads((tmp_path / "a.zarr" / "zarr.json").read_text())
     meta["attributes"][attribute] = value
     (tmp_path / "a.zarr" / "zarr.json").write_text(json.dumps(meta))

@@ -11,7 +11,7 @@ from tracks import made
 
 import sinklens
 from sinklens.errors import SinklensError
-from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
+from sinklens.sinks.labels import COLOURS, SEQUENTIAL, plain, short, token_label, token_labels, token_ticks
 from sinklens.views import (
     curves,
     figures,
@@ -94,7 +94,7 @@ def test_steps_missing_from_a_row_are_blank():
     score[1, 1] = np.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ax = sink_map(planted_track(score), batch=1)
+        ax = sink_map(planted_track(score), row=1)
     assert np.ma.getmaskarray(ax.get_images()[0].get_array())[1].all()
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [2, np.nan])
 
@@ -221,3 +221,13 @@ def test_a_part_of_a_track_keeps_the_numbers_of_its_run():
         assert [axis.get_major_formatter()(place) for place in (0, 1, 0.5, 2)] == ["0", "2", "", ""]
     assert sink_map(track, 0, 0).get_title() == "made: layer 1, head 2"
     assert figures.sink_path(track, 0, 0).get_legend().get_texts()[0].get_text() == "layer 1, head 2"
+
+
+def test_without_a_caption_a_figure_has_its_axes_and_colors_alone(planted):
+    figure = figures.sink_paths({"one": planted}, caption=False)
+    drawn = [sink_map(planted, 0, 1, caption=False), sink_path(planted, 0, 1, caption=False), figure.axes[0]]
+    assert [ax.get_title() for ax in drawn] == ["", "", "one"]
+    assert figure.get_suptitle() == ""
+    assert [ax.get_xlabel() for ax in drawn] == ["position", "step", "step"]
+    assert drawn[0].images[0].get_cmap().name == SEQUENTIAL
+    assert [line.get_color() for line in drawn[1].get_lines() if line.get_marker() == "o"][:1] == [COLOURS[1]]

@@ -311,7 +311,7 @@ def expected_tokens(run, row, step, layer, head):
     track, words = run.sinks, run.sinks.vocabulary
     canvas, first = run.canvas[row], int(run.real[row].int().argmax())
     found = track.detect().to_numpy()[row, step, layer, head]
-    strongest = track.trajectory(layer, head, batch=row)[step]
+    strongest = track.trajectory(layer, head, row=row)[step]
     committed, shown = track.data["committed"].to_numpy()[row, step], []
     end = run.tokens.shape[1]
     while end > run.prompt_length and int(run.tokens[row, end - 1]) in track.special["end"]:

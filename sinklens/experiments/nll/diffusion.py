@@ -75,7 +75,7 @@ def bounds(
 
     for _, same in groupby(rows, key=lambda row: row.shape):
         most = in_batches(list(same), lambda row: len(row.before) + len(row.clean), work, most)
-    return [Likelihood("bound" if rule.exact else "estimate", *one, rule.batch) for one in found]
+    return [Likelihood("bound" if rule.exact else "estimate", *one, rule.draws_per_start) for one in found]
 
 
 def block_ends(model: Model, pair: PromptAnswer) -> list[int]:

@@ -37,18 +37,18 @@ from sinklens.utils.arguments import Count, NonNegative, read_as
 
 def likelihood(
     model: Model,
-    prompt: Prompt,
-    answer: Prompt,
+    prompts: Prompt,
+    answers: Prompt,
     *,
     hooks: Hooks = (),
     mc_num: int = 128,
-    batch: int = 16,
+    draws_per_start: int = 16,
     masking: Masking = "count",
     exact: bool = False,
     cfg_scale: float = 0.0,
     seed: int = 0,
     chat_template: bool | str = False,
-    rows: int | None = None,
+    batch_size: int | None = None,
     cache: Policy | str | None = None,
 ) -> Likelihood | list[Likelihood]:
     """Log-likelihood of an answer, or a lower bound of it, in nats, with its standard error.
@@ -57,14 +57,15 @@ def likelihood(
         model.likelihood(question, [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
 
     Args:
-        prompt: text or token ids; several need as many answers.
-        answer: text or token ids; several answers may share one prompt.
+        prompts: text or token ids; several need as many answers.
+        answers: text or token ids; several answers may share one prompt.
         hooks: as in `sinklens.generate`. In a diffusion model they act in each pass, which is step 0 of a run of one
             step; in an autoregressive model, in a run that is forced to write the answer.
-        mc_num, batch, masking, exact, seed: which masks; see `DrawRule`. Autoregressive models ignore all but `seed`.
+        mc_num, draws_per_start, masking, exact, seed: which masks; see `DrawRule`. Autoregressive models ignore
+            all but `seed`.
         cfg_scale: classifier-free guidance, as in LLaDA's sampler: the prompt is masked in the unconditional rows.
         chat_template: as in `sinklens.generate`, for text prompts.
-        rows: most rows in a pass; by default as many as have 16,384 positions, and fewer once memory runs out.
+        batch_size: most rows in a pass; by default as many as have 16,384 positions, and fewer once memory runs out.
         cache: not available, since a cache policy reuses keys of earlier steps; None or "none".
 
     Returns:
@@ -76,9 +77,12 @@ def likelihood(
         DeviceMemoryError: a single row does not fit into memory.
     """
     refuse_cache(cache)
-    rule, pairs = DrawRule(mc_num, batch, masking, exact, seed), pairs_of(model, prompt, answer, chat_template)
-    found = likelihoods(model, pairs, rule, hooks=hooks, cfg_scale=cfg_scale, rows=rows)
-    return found if is_several(prompt) or is_several(answer) else found[0]
+    rule, pairs = (
+        DrawRule(mc_num, draws_per_start, masking, exact, seed),
+        pairs_of(model, prompts, answers, chat_template),
+    )
+    found = likelihoods(model, pairs, rule, hooks=hooks, cfg_scale=cfg_scale, batch_size=batch_size)
+    return found if is_several(prompts) or is_several(answers) else found[0]
 
 
 def refuse_cache(cache: Policy | str | None) -> None:
@@ -103,11 +107,11 @@ def likelihoods(
     *,
     hooks: Hooks = (),
     cfg_scale: float = 0.0,
-    rows: int | None = None,
+    batch_size: int | None = None,
 ) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
     read_as(NonNegative, "cfg_scale", cfg_scale)
-    read_as(Count | None, "rows", rows)
+    read_as(Count | None, "batch_size", batch_size)
     model.tree.refuse_unusable()
     entries = tuple(hook_list(hooks))
     if model.causal:
@@ -115,8 +119,8 @@ def likelihoods(
             not cfg_scale, f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
         )
         if entries:
-            return score_forced(model, pairs, entries, rule.seed, rows)
-        return score_exactly(model, pairs, rows)
+            return score_forced(model, pairs, entries, rule.seed, batch_size)
+        return score_exactly(model, pairs, batch_size)
     require(
         not model.tree.changes_attention,
         f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
@@ -130,7 +134,7 @@ def likelihoods(
     )
     refuse_earlier(entries, model)
     passes = HookedPass(model, entries, cfg_scale, rule.seed, ControlLog())
-    found = bounds(passes, noise, pairs, rule, rows)
+    found = bounds(passes, noise, pairs, rule, batch_size)
     passes.controls.report()
     return found
 
@@ -144,14 +148,14 @@ def divided(prompt: str, answer: str, encode: Callable[[str], list[int]]) -> Pro
     return PromptAnswer(tuple(before), tuple(encode(prompt + answer)[len(before) :]))
 
 
-def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> list[PromptAnswer]:
+def pairs_of(model: Model, prompts: Any, answers: Any, chat_template: bool | str) -> list[PromptAnswer]:
     """The pairs of a prompt and an answer, of lists of both, or of one prompt and several answers.
 
     Raises:
         PromptError: one is empty, invalid or too long, contains the mask token, or the lists differ in length.
     """
-    answers = list(answer) if is_several(answer) else [answer]
-    prompts = list(prompt) if is_several(prompt) else [prompt] * len(answers)
+    answers = list(answers) if is_several(answers) else [answers]
+    prompts = list(prompts) if is_several(prompts) else [prompts] * len(answers)
     require(
         len(prompts) == len(answers),
         f"got {len(prompts)} prompts and {len(answers)} answers; give one answer for each prompt, or one prompt.",

@@ -80,8 +80,8 @@ class DrawRule:
 
     Attributes:
         mc_num: number of draws per pair, and per block of a block-causal model.
-        batch: draws that share one random start; it divides `mc_num`. Batches are independent, so standard errors need
-            at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
+        draws_per_start: draws that share one random start; it divides `mc_num`. Starts are independent, so standard
+            errors need at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
         masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream. Families
             with a noise schedule draw times instead.
         exact: enumerate all masks instead, which needs at most 8 answer tokens, or 8 in each block.
@@ -92,17 +92,18 @@ class DrawRule:
     """
 
     mc_num: Count = 128
-    batch: Count = 16
+    draws_per_start: Count = 16
     masking: Masking = "count"
     exact: bool = False
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        if self.mc_num % self.batch:
+        mc_num, draws = self.mc_num, self.draws_per_start
+        if mc_num % draws:
             raise SettingError(
-                f"mc_num {self.mc_num} is not a multiple of batch {self.batch}, the draws that share one random start; "
-                f"pass batch={next(n for n in range(min(self.batch, self.mc_num), 0, -1) if self.mc_num % n == 0)}."
+                f"mc_num {mc_num} is not a multiple of draws_per_start {draws}, the draws that share one random "
+                f"start; pass draws_per_start={next(n for n in range(min(draws, mc_num), 0, -1) if mc_num % n == 0)}."
             )
 
     def masks(self, prompt: Sequence[int], length: int, block: int = 0) -> Masks:
@@ -115,13 +116,13 @@ class DrawRule:
             return every_mask(length)
         drawn = by_count if self.masking == "count" else by_rate
         generators = self.generators(prompt, length, block)
-        parts = [drawn(length, self.batch, generator) for generator in generators]
+        parts = [drawn(length, self.draws_per_start, generator) for generator in generators]
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
         return masked, shares, 1 / (shares * self.mc_num)
 
     def generators(self, prompt: Sequence[int], length: int, block: int) -> list[torch.Generator]:
         """The random numbers of each batch of draws."""
-        numbers = range(self.mc_num // self.batch)
+        numbers = range(self.mc_num // self.draws_per_start)
         return [generator_of(self.seed, prompt, length, block, number) for number in numbers]
 
 
@@ -233,10 +234,11 @@ class TimedNoise(MaskNoise, ABC):
             not rule.exact,
             "exact=True enumerates the masks of models without a noise schedule. Leave exact out and raise mc_num.",
         )
-        spread, parts = torch.arange(rule.batch) / rule.batch, []
+        spread, parts = torch.arange(rule.draws_per_start) / rule.draws_per_start, []
         for generator in rule.generators(prompt, len(answer), block):
             start = (torch.rand(1, generator=generator, dtype=torch.float64) + spread) % 1
-            parts.append((start, *torch.rand(2, rule.batch, len(answer), generator=generator, dtype=torch.float64)))
+            shape = (2, rule.draws_per_start, len(answer))
+            parts.append((start, *torch.rand(shape, generator=generator, dtype=torch.float64)))
         start, chance, choice = (torch.cat(part) for part in zip(*parts, strict=True))
         least, most = self.interval
         times = least + (most - least) * start

@@ -40,7 +40,7 @@ class Likelihood:
         shares: share that is masked, or noise, of the block of each token.
         weights: factor of each loss in −`value`.
         blocks: block of each token, from 0; all 0 unless the model is block-causal.
-        batch: draws that share one random start.
+        draws_per_start: draws that share one random start.
         greedy: whether every token of the answer is the most likely one; False in diffusion models.
     """
 
@@ -50,7 +50,7 @@ class Likelihood:
     shares: Float[np.ndarray, "draw pos"]
     weights: Float[np.ndarray, "draw pos"]
     blocks: Int[np.ndarray, " pos"]
-    batch: int = 1
+    draws_per_start: int = 1
     greedy: bool = False
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Likelihood:
 
     def error_of(self, parts: Float[np.ndarray, "draw *rest"]) -> Float[np.ndarray, "*rest"]:
         """Standard error of the sum of `parts` over the draws, from the spread between independent batches of draws."""
-        batches = parts.reshape(-1, self.batch, *parts.shape[1:]).sum(axis=1)
+        batches = parts.reshape(-1, self.draws_per_start, *parts.shape[1:]).sum(axis=1)
         return np.asarray(_standard_error(batches) * len(batches))
 
 
@@ -110,7 +110,7 @@ def likelihood_difference(
     if len(pairs) > 1:
         error, freedom = float(_standard_error(gaps)), len(pairs) - 1
     else:
-        (one, two), freedom = pairs[0], max(1, len(first[0].losses) // first[0].batch - 1)
+        (one, two), freedom = pairs[0], max(1, len(first[0].losses) // first[0].draws_per_start - 1)
         error = float(one.error_of(two.draws - one.draws)) if one.kind == "estimate" else 0.0
     value, reach = float(gaps.mean()), float(t.ppf(0.975, freedom)) * error
     return Estimate(value, value - reach, value + reach, len(pairs))

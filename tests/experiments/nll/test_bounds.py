@@ -29,7 +29,7 @@ def test_the_estimate_equals_lladas_script_with_the_same_draws(llada, answer, ba
     numbers = range(3)
     seeds = [generator_of(3, PROMPT, len(answer), 0, number).initial_seed() for number in numbers]
     script = LladaScript(raw(llada), llada.mask_token_id, 3 * batch, batch, cfg)
-    found = likelihood(llada, PROMPT, answer, mc_num=3 * batch, batch=batch, cfg_scale=cfg, seed=3)
+    found = likelihood(llada, PROMPT, answer, mc_num=3 * batch, draws_per_start=batch, cfg_scale=cfg, seed=3)
     assert found.value == pytest.approx(script.get_loglikelihood(PROMPT, answer, seeds), rel=1e-5)
     assert found.kind == "estimate"
 
@@ -73,7 +73,7 @@ def test_a_block_causal_model_is_evaluated_block_by_block(family_model, name):
 def test_estimates_scatter_around_the_bound_as_their_standard_errors_say(family_model, name, masking):
     model, seeds = family_model(name), 60
     exact = likelihood(model, PROMPT, ANSWER, exact=True).value
-    how = {"mc_num": 64, "batch": 8, "masking": masking}
+    how = {"mc_num": 64, "draws_per_start": 8, "masking": masking}
     found = [likelihood(model, PROMPT, ANSWER, **how, seed=seed) for seed in range(seeds)]
     values, errors = np.array([one.value for one in found]), np.array([one.standard_error for one in found])
     of_mean = values.std(ddof=1) / seeds**0.5
@@ -91,7 +91,7 @@ def test_per_token_parts_are_those_of_the_masks(llada):
     assert sum(of_size) == pytest.approx(-found.value), "the mean over the number of masked tokens, times L"
     alone = raw(llada)(torch.tensor([PROMPT + [llada.mask_token_id] * 5]))[0, 3:].log_softmax(-1)
     assert of_size[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)
-    drawn = likelihood(llada, PROMPT, ANSWER, mc_num=4096, batch=256)
+    drawn = likelihood(llada, PROMPT, ANSWER, mc_num=4096, draws_per_start=256)
     errors = drawn.error_of(drawn.parts)
     assert (np.abs(drawn.positions - found.positions) < 4 * errors).all()
     assert errors.max() < 0.05 * abs(found.positions).mean()
@@ -122,7 +122,7 @@ def test_draws_and_choices_share_the_blocks_before_them(family_model, monkeypatc
         return hidden(self, ids, *args, **options)
 
     monkeypatch.setattr(HookTree, "hidden", counted)
-    given = {"mc_num": 12, "batch": 4}
+    given = {"mc_num": 12, "draws_per_start": 4}
     answers = [[*ANSWER, 1], ANSWER[:3], [*ANSWER, 1]]
     shared = likelihood(model, prompt, answers, **given)
     few, computed[:] = sum(computed), []
@@ -175,7 +175,7 @@ def test_texts_are_tokenized_together_and_spaces_belong_to_the_answer(tiny_llada
         ([5], [60], {}, PromptError, r"pair 0 contains the mask token \(60\)"),
         ([5] * 62, [6] * 3, {}, PromptError, r"pair 0 has 65 tokens, and .* takes at most 64"),
         ([[5], [6]], [[1], [2], [3]], {}, PromptError, r"got 2 prompts and 3 answers"),
-        ([5], [6], {"rows": 0}, SettingError, r"rows must be an integer of at least 1 or None; got 0"),
+        ([5], [6], {"batch_size": 0}, SettingError, r"batch_size must be an integer of at least 1 or None; got 0"),
         ([5], [6], {"cfg_scale": -1.0}, SettingError, r"cfg_scale must be a finite number of at least 0; got -1.0"),
         ([5], [6], {"cache": "dual"}, SettingError, r"DualCache\(.*reuses keys of earlier steps.*evaluate --cache"),
         ([5], [6] * 9, {"exact": True}, SettingError, r"for at most 8 tokens \(255 masks\); got 9. Leave it out"),

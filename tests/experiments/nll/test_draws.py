@@ -74,10 +74,12 @@ def test_all_masks_together_count_every_token_once(length):
 
 
 def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
-    rule = DrawRule(mc_num=32, batch=16)
+    rule = DrawRule(mc_num=32, draws_per_start=16)
     masks = rule.masks([1, 2, 3], 9)[0]
-    assert torch.equal(masks, DrawRule(mc_num=32, batch=16).masks((1, 2, 3), 9)[0])
-    assert torch.equal(masks[:16], DrawRule(mc_num=16, batch=16).masks([1, 2, 3], 9)[0]), "more draws add to them"
+    assert torch.equal(masks, DrawRule(mc_num=32, draws_per_start=16).masks((1, 2, 3), 9)[0])
+    assert torch.equal(masks[:16], DrawRule(mc_num=16, draws_per_start=16).masks([1, 2, 3], 9)[0]), (
+        "more draws add to them"
+    )
     others = DrawRule(32, 16, seed=1).masks([1, 2, 3], 9), rule.masks([1, 2, 4], 9), rule.masks([1, 2, 3], 9, block=1)
     assert not any(torch.equal(masks, other[0]) for other in others)
     assert generator_of(0, [1], 9, 0, 0).initial_seed() != generator_of(0, [1], 9, 0, 1).initial_seed()
@@ -87,9 +89,9 @@ def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
     ("given", "message"),
     [
         ({"mc_num": 0}, r"mc_num must be an integer of at least 1; got 0"),
-        ({"batch": True}, r"batch must be an integer of at least 1; got True"),
-        ({"mc_num": 10, "batch": 16}, r"mc_num 10 is not a multiple of batch 16.*pass batch=10"),
-        ({"mc_num": 100, "batch": 16}, r"mc_num 100 is not a multiple of batch 16.*pass batch=10"),
+        ({"draws_per_start": True}, r"draws_per_start must be an integer of at least 1; got True"),
+        ({"mc_num": 10, "draws_per_start": 16}, r"mc_num 10 is not a multiple of .* 16.*pass draws_per_start=10"),
+        ({"mc_num": 100, "draws_per_start": 16}, r"mc_num 100 is not a multiple of .* 16.*pass draws_per_start=10"),
         ({"masking": "half"}, r"masking must be one of count, rate; got 'half'"),
         ({"seed": -1}, r"seed must be an integer"),
     ],

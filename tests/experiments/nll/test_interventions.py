@@ -87,7 +87,7 @@ def test_under_guidance_interventions_see_the_conditional_rows(llada):
 
     seed = generator_of(0, PROMPT, len(ANSWER), 0, 0).initial_seed()
     script = LladaScript(logits, llada.mask_token_id, 4, 4, 0.5)
-    options = {"mc_num": 4, "batch": 4, "cfg_scale": 0.5}
+    options = {"mc_num": 4, "draws_per_start": 4, "cfg_scale": 0.5}
     found = likelihood(llada, PROMPT, ANSWER, hooks=MaskSinks(top_k=1, same_step=True), **options)
     assert found.value == pytest.approx(script.get_loglikelihood(PROMPT, ANSWER, [seed]), rel=1e-4)
 
@@ -105,7 +105,7 @@ def test_keys_are_masked_by_kind_of_token(tiny_llada):
 @pytest.mark.parametrize("pick", ["random", "same_mass", "nearest", "weakest", "random_any"])
 def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     hooks = MaskSinks(top_k=1, pick=pick, same_step=True)
-    first, second = (likelihood(llada, PROMPT, ANSWER, mc_num=32, hooks=hooks, rows=rows) for rows in (None, 3))
+    first, second = (likelihood(llada, PROMPT, ANSWER, mc_num=32, hooks=hooks, batch_size=rows) for rows in (None, 3))
     np.testing.assert_allclose(first.losses, second.losses, rtol=1e-4)
     treated = likelihood(llada, PROMPT, ANSWER, mc_num=32, hooks=MaskSinks(top_k=1, same_step=True))
     assert likelihood_difference(first, treated).n == 1

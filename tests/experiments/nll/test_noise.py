@@ -140,7 +140,7 @@ def drawn_by_hand(name, model, prompt, answer, rule):
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3, 0, 2]), ([2, 2, 1], [0, 3, 1, 1, 2])])
 def test_estimates_equal_the_published_losses_of_the_same_draws(model_of, name, prompt, answer):
     model, rule = model_of(name), DrawRule(12, 4, seed=2)
-    found = likelihood(model, prompt, answer, mc_num=12, batch=4, seed=2)
+    found = likelihood(model, prompt, answer, mc_num=12, draws_per_start=4, seed=2)
     assert found.value == pytest.approx(drawn_by_hand(name, model, prompt, answer, rule), rel=2e-4)
     assert found.positions.sum() == pytest.approx(found.value)
     assert found.kind == "estimate"
@@ -180,7 +180,7 @@ def test_estimates_scatter_around_the_integral_over_time_and_noise(model_of, nam
     """Two tokens after a prompt of two, which is one block of BD3-LM."""
     model, prompt, answer = model_of(name), [2, 1], [3, 0]
     wanted = expected(name, model, prompt, answer, 40)
-    found = [likelihood(model, prompt, answer, mc_num=8192, batch=256, seed=seed) for seed in range(8)]
+    found = [likelihood(model, prompt, answer, mc_num=8192, draws_per_start=256, seed=seed) for seed in range(8)]
     values, errors = np.array([one.value for one in found]), np.array([one.standard_error for one in found])
     of_mean = math.sqrt((errors**2).mean() / len(found))
     assert abs(values.mean() - wanted) < 4 * of_mean
@@ -236,13 +236,13 @@ PAIRS = [
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [*NAMES, "llada", "dream", "sdar", "bd3lm-qwen3"])
 def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
-    model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, batch=4)
+    model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, draws_per_start=4)
     together = likelihoods(model, PAIRS, rule)
     for rows in (1, 5):
-        other = likelihoods(model, PAIRS, rule, rows=rows)
+        other = likelihoods(model, PAIRS, rule, batch_size=rows)
         for one, same in zip(together, other, strict=True):
             np.testing.assert_allclose(one.losses, same.losses, rtol=1e-3, atol=1e-4)
-    alone = likelihood(model, list(PAIRS[1].prompt), list(PAIRS[1].answer), mc_num=8, batch=4)
+    alone = likelihood(model, list(PAIRS[1].prompt), list(PAIRS[1].answer), mc_num=8, draws_per_start=4)
     assert alone.value == pytest.approx(together[1].value, rel=1e-4)
 
 
@@ -250,20 +250,20 @@ def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_interventions_act_in_the_pass_at_its_noise_level(model_of, name):
     model, seen = model_of(name), []
-    plain, again = (likelihood(model, [2, 1], [3, 0, 1], mc_num=8, batch=4) for _ in range(2))
+    plain, again = (likelihood(model, [2, 1], [3, 0, 1], mc_num=8, draws_per_start=4) for _ in range(2))
     assert plain.value == again.value
-    hidden = likelihood(model, [2, 1], [3, 0, 1], mc_num=8, batch=4, hooks=MaskSinks(top_k=1, same_step=True))
+    hidden = likelihood(model, [2, 1], [3, 0, 1], mc_num=8, draws_per_start=4, hooks=MaskSinks(top_k=1, same_step=True))
     assert hidden.value != plain.value
     assert likelihood_difference(plain, hidden).n == 1
     if model.config.time_conditioning:
         keep = ("hook_time", lambda value, hook: seen.extend(value.flatten().tolist()))
-        likelihood(model, [2, 1], [3, 0], mc_num=8, batch=4, hooks=[keep])
+        likelihood(model, [2, 1], [3, 0], mc_num=8, draws_per_start=4, hooks=[keep])
         times = noise_of(model).draw(DrawRule(8, 4), (2, 1), torch.tensor([3, 0]), 0).times.tolist()
         np.testing.assert_allclose(sorted(set(seen)), sorted({alpha_of(name, t)[1] for t in times}), rtol=1e-4)
 
 
 def test_what_is_not_published_or_has_no_step_is_refused(model_of):
-    duo, draws = model_of("duo"), {"mc_num": 8, "batch": 4}
+    duo, draws = model_of("duo"), {"mc_num": 8, "draws_per_start": 4}
     run = sinklens.generate(duo, [[2, 1]], gen_length=2, steps=4)
     source, other = MaskSinks(top_k=1, source=run, same_step=True), likelihood(duo, [2], [3, 0], seed=1, **draws)
     for call, match in [
