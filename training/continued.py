@@ -9,7 +9,7 @@ probability t, and divides the cross-entropy by t; logits at position i − 1 pr
 predicts every next token.
 
 Batches depend only on (seed, step), so an interrupted run resumes exactly; on a graphics card, up to rounding. At
-chosen numbers of tokens, the sinks are measured (dissolving.py). Each run has a folder: ``state.pt`` to resume from,
+chosen numbers of tokens, the sinks are measured (sinks.py). Each run has a folder: ``state.pt`` to resume from,
 ``log.jsonl``, ``measures.jsonl`` and, in the end, ``adapter``, a folder in peft's format.
 
 Pitfall: a seed decides the batches, the masks and the first factors, so arms of two seeds differ in all of them.
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError, require
 from sinklens.utils.atomic import atomic_write, write_file
-from training.dissolving import Windows, measure
 from training.low_rank import MASK_ROW, PROJECTIONS, LowRankLlama
 from training.run_files import append_record, read_records, read_tensors, write_tensors
+from training.sinks import Windows, measure
 
 MASK_ID = 16  # <empty_output>, which the base hardly knows
 END_ID = 0  # pads the rows of problems, so it is learned as their end

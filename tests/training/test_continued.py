@@ -19,8 +19,8 @@ from sinklens.errors import CheckpointError, SettingError
 from sinklens.sinks import EpsilonOverMean
 from training import continued
 from training.continued import MASK_ID, Continuation, Texts, batch_of, train
-from training.dissolving import SHARES, Windows
 from training.run_files import read_records
+from training.sinks import SHARES, Windows
 
 ARMS = ("masked", "causal")
 MINI = Continuation("masked", seed=3, tokens=6 * 64, rows=4, length=16, rank=4, peak=2e-2, warmup=2)
@@ -182,7 +182,7 @@ def test_a_run_that_cannot_begin_says_why(change, error, text, base, texts, tmp_
 
 def test_the_table_has_the_mean_of_each_measure_over_the_windows(finished, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    script = importlib.import_module("dissolving")
+    script = importlib.import_module("sink_curve")
     table = script.table_of(finished).set_index(["arm", "tokens", "share", "measure"])
     record = read_records(finished / "masked" / "measures.jsonl")[1]
     for found in record["shares"]:

@@ -1,9 +1,9 @@
-"""Table and figure of how the sink on the first position dissolves in the course of masked training.
+"""Table and figure of the sinks in the course of continued training.
 
-    python scripts/dissolving.py runs/continued
+    python scripts/sink_curve.py runs/continued
 
-Reads ``measures.jsonl`` of every run in the folder (training/continued.py), and writes docs/results/dissolving.csv and
-docs/pictures/dissolving.svg. A row of the table is the mean of a measure over the held-out windows, for one run, number
+Reads ``measures.jsonl`` of every run in the folder (training/continued.py), and writes docs/results/sink-curve.csv and
+docs/pictures/sink-curve.svg. A row of the table is the mean of a measure over the held-out windows, for one run, number
 of tokens and share of masked tokens, with a bootstrap interval over windows. Intervals over training runs are another
 matter: the figure shows each seed as a line.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE, PICTURE = ROOT / "docs" / "results" / "dissolving.csv", ROOT / "docs" / "pictures" / "dissolving.svg"
+TABLE, PICTURE = ROOT / "docs" / "results" / "sink-curve.csv", ROOT / "docs" / "pictures" / "sink-curve.svg"
 SHOWN = 0.15  # share of masked tokens in the figure; a causal model reads none
 TICKS = (0, 0.03, 0.1, 0.3, 1, 3, 10, 20)  # millions of tokens
 PANELS = {
@@ -80,6 +80,6 @@ if __name__ == "__main__":
 
     found = table_of(Path(sys.argv[1]))
     found.round(5).to_csv(TABLE, index=False)
-    with plt.rc_context({"svg.hashsalt": "dissolving", "svg.fonttype": "none"}):
+    with plt.rc_context({"svg.hashsalt": "sink-curve", "svg.fonttype": "none"}):
         figure_of(found).savefig(PICTURE, metadata={"Date": None}, bbox_inches="tight")
     print(f"{len(found)} rows in {TABLE.relative_to(ROOT)}; {PICTURE.relative_to(ROOT)}")
