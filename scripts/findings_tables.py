@@ -111,6 +111,21 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
      {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
 )  # fmt: skip
 ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
+SEEN = (
+    *(("first", sees) for sees in (
+        "everything", "itself", "one other key", "itself and one key", "itself and three keys", "itself and 15 keys",
+        "everything but itself", "itself, in the first quarter of the layers", "itself, in the other layers",
+    )),
+    ("middle", "everything"),
+    ("middle", "itself"),
+)  # fmt: skip
+
+
+def seen(sees: str) -> str:
+    """What a restricted position sees; a causal model's sees less than everything anyway."""
+    return "is not restricted" if sees == "everything" else f"sees {sees}"
+
+
 PROBLEM_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = tuple(
     (f"heads with a sink, per {kind}, %", 100.0, 1, {"measure": "per_place", "kind": kind})
     for kind in ("digit", "word")
@@ -123,10 +138,17 @@ TABLES: dict[str, Table] = {
     "pair": Table("pair-texts", tuple(
         Row(label, {"share": 0.15, **where}, scale, digits) for label, scale, digits, where in PAIR_ROWS
     ), models=PAIR),
+    "alone": Table("alone", tuple(
+        percent(f"{place}, {seen(sees)}: {what}, %", measure=measure, place=place, sees=sees)
+        for place, sees in SEEN
+        for measure, what in (("share", "attention"), ("strongest", "heads whose strongest key it is"))
+        if measure == "share" or sees == "itself"
+    ), models=(PAIR[0], f"{PAIR[0]} in both directions", PAIR[2])),
     "pair_shares": Table("pair-texts", tuple(
         Row(f"{label}, {100 * share:.0f} % masked", {"share": share, **where}, scale, digits)
         for label, scale, digits, where in PAIR_ROWS
-        if where["measure"] not in ALONE and where.get("kind") != "mask" and where.get("edit") != "edited, later"
+        if where["measure"] not in (*ALONE, "removed", "nats") and where.get("kind") != "mask"
+        and where.get("edit") != "edited, later" and where.get("choice") != "same_mass"
         for share in (0.05, 0.9)
     ), models=PAIR[2:]),
     "pair_fates": Table("pair-fates", tuple(
@@ -147,12 +169,13 @@ TABLES: dict[str, Table] = {
         for label, measure in (("cosine of queries with its key − with others", "cosine"),
                                ("log2 of its key's norm ÷ that of others", "key_norm"),
                                ("log2 of what its value writes ÷ what others write", "value_norm"))
-        for layer in (1, 20)
+        for layer in (20,)
     ), models=PAIR),
     "pair_problems": Table("problems/pair-texts", tuple(
         Row(label, {"share": 0.15, **where}, scale, digits)
         for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
-        if where["measure"] not in (*ALONE, "removed") and where.get("kind") not in ("mask", "delimiter")
+        if where["measure"] not in (*ALONE, "removed", "nats", "jump_share")
+        and where.get("kind") not in ("mask", "delimiter") and where.get("choice") != "same_mass"
     ), models=PAIR),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),

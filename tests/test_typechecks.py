@@ -11,7 +11,7 @@ from beartype.roar import BeartypeCallHintViolation as Violation
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from sinklens.sampling.decisions import truncate
+from sinklens.sampling.decisions import Truncation, truncate
 
 check = typechecks.checking(typechecker=beartype)
 
@@ -80,4 +80,4 @@ def test_checks_can_be_turned_off_for_a_test(unchecked):
 
 def test_the_functions_of_the_package_are_checked():
     with pytest.raises(Violation, match="truncate"):
-        truncate(torch.ones(5, dtype=torch.long), 1.0, None, None)
+        truncate(torch.ones(5, dtype=torch.long), Truncation())

@@ -61,7 +61,7 @@ def trace(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, **settings: as in
+        prompts, seed, chat_template, hooks, record_sinks, replay, cache, progress, allow_longer, **settings: as in
             `generate`.
 
     Raises:
