@@ -33,7 +33,7 @@ def number_first(model: sinklens.Model) -> np.ndarray:
     """Verdicts where the number stands before the reasoning."""
     found = []
     for prompt, problem in zip(prompts, problems, strict=True):
-        layout = {"prompt": f"{prompt} ####", "gen_length": 24}
+        layout = {"prompts": f"{prompt} ####", "gen_length": 24}
         if not model.causal:
             layout = holes(model, [f"{prompt} ####", 1, "\n", 22])
         run = sinklens.generate(model, **layout, record_sinks=False, progress=False)

@@ -35,7 +35,7 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
             of such lists. A text that begins with a hole has the tokenizer's start token as its prompt, or no prompt.
 
     Returns:
-        ``prompt``, ``gen_length`` (from the first hole to the last) and ``hooks``. Add settings and further hooks as
+        ``prompts``, ``gen_length`` (from the first hole to the last) and ``hooks``. Add settings and further hooks as
         you like; positions of the answer that are given count as decided from the first step on.
 
     Raises:
@@ -68,7 +68,7 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
     ids = [[model.reader.pad] * pads + row.prompt for pads, row in zip(lead, rows, strict=True)]
     real = torch.arange(longest) >= torch.tensor(lead)[:, None]  # ids alone may look like padding
     prompt = Encoded(torch.tensor(ids, dtype=torch.long).reshape(len(rows), longest), real)
-    return {"prompt": prompt, "gen_length": size, "hooks": hooks}
+    return {"prompts": prompt, "gen_length": size, "hooks": hooks}
 
 
 class _Row(NamedTuple):

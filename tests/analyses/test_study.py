@@ -171,7 +171,7 @@ def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama
     ("ask", "text"),
     [
         (lambda model: Letters(seed=-1), r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
-        (lambda model: Letters(batch_size=0), r"batch must be an integer of at least 1; got 0"),
+        (lambda model: Letters(batch_size=0), r"batch_size must be an integer of at least 1; got 0"),
         (
             lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
             r"prompt 1 is a list of token ids, to which a chat template cannot be applied; omit chat_template",
