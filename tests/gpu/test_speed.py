@@ -173,8 +173,9 @@ def times(bench: Bench, size: Size, works: Works) -> dict[str, list[float]]:
     ("nothing watched ÷ plain transformers SDPA", "unwatched", "plain", 1.02),
     ("sinks recorded ÷ not recorded", "recorded", "unwatched", 1.05),
     ("MaskSinks(5) ÷ not, nothing recorded", "masked", "unwatched", 1.10),
-    ("CUDA graphs ÷ none, nothing watched", "unwatched", "uncaptured", 1.0),
-    ("CUDA graphs ÷ none, sinks recorded", "recorded", "uncaptured_recorded", 1.0),
+    *(pytest.param(f"CUDA graphs ÷ none, {what}", a, b, 1.0, marks=pytest.mark.large)
+      for what, a, b in (("nothing watched", "unwatched", "uncaptured"),
+                         ("sinks recorded", "recorded", "uncaptured_recorded"))),
 ])  # fmt: skip
 def test_ratios(
     what: str, a: str, b: str, aim: float, size: Size, bench: Bench, times: dict[str, list[float]],
