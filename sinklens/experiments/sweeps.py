@@ -99,7 +99,7 @@ def sweep(
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
     def start(batch: Any, hooks: Any, canvases: Any, copies: int) -> Any:
-        return Denoising(model, replace(request, prompt=batch, hooks=hooks, replay=canvases, copies=copies))
+        return Denoising(model, replace(request, prompts=batch, hooks=hooks, replay=canvases, copies=copies))
 
     if metric is not None:
         hooks = list(listed.values())

@@ -220,7 +220,7 @@ class Denoising:
             settings=self.settings,
             seed=self.request.seed,
             sinks=self._track(trajectory),
-            single=isinstance(self.request.prompt, str),
+            single=isinstance(self.request.prompts, str),
             model=self.model,
             patterns=self._recorder.patterns if self._recorder else {},
             control_keys=self.controls.totals(self.rows),

@@ -40,7 +40,7 @@ class RunRequest:
         HookNameError: `hooks` is not a list.
     """
 
-    prompt: Any
+    prompts: Any
     seed: Seed = 0
     chat_template: bool | str = False
     hooks: Any = ()

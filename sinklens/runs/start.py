@@ -31,7 +31,7 @@ def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
             sampler does not decode this model.
     """
     settings = settings_for(model, request.settings)
-    ids, real = model.encode(request.prompt, request.chat_template)
+    ids, real = model.encode(request.prompts, request.chat_template)
     ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
     if not settings.marks_undecided:
         _refuse_masks(model, ids, real)

@@ -180,14 +180,14 @@ def test_a_replayed_canvas_can_be_changed(tiny_llada, base):
         ({"replay": lambda canvas: canvas[..., 1:]}, r"replay holds 1 rows of 47 positions, this run 1 of 48"),
         ({"replay": lambda canvas: canvas.repeat(1, 2, 1)}, r"replay has 49 steps, this run at most 24"),
         ({"replay": lambda canvas: canvas[:, 1:]}, r"replay began from another canvas"),
-        ({"prompt": [PROMPT, PROMPT]}, r"replay holds 1 rows of \d+ positions, this run 2"),
+        ({"prompts": [PROMPT, PROMPT]}, r"replay holds 1 rows of \d+ positions, this run 2"),
         ({"gen_length": 12, "block_length": 12}, r"replay holds 1 rows"),
         ({"steps": 12}, r"replay has 24 steps, this run at most 12"),
-        ({"prompt": PROMPT.replace("has", "had")}, r"replay"),
+        ({"prompts": PROMPT.replace("has", "had")}, r"replay"),
     ],
 )
 def test_a_replay_that_does_not_fit_is_rejected(tiny_llada, base, change, text):
-    given = {"prompt": PROMPT, **change}
+    given = {"prompts": PROMPT, **change}
     given["replay"] = given["replay"](base.canvas) if "replay" in change else base
     with pytest.raises(SettingError, match=text):
         sinklens.generate(tiny_llada, **given)

@@ -260,14 +260,14 @@ class Appended(Intervention):
         ({"hooks": MaskSinks(top_k=1, same_step=True)}, SettingError, r"same_step needs a second pass .* use the sink"),
         ({"hooks": Appended()}, SettingError, r"reads nothing that follows its canvas; put them before the prompt"),
         ({"hooks": Remask(positions=[-1])}, SettingError, r"Remask is not available for diffusion-gemma models, whose"),
-        ({"prompt": [[5, 6, 7, 254, 8]]}, PromptError, r"contains the image token \(254\) at position 3, but sinklens"),
-        ({"prompt": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "got .pixel_"),
+        ({"prompts": [[5, 6, 7, 254, 8]]}, PromptError, r"contains the image token \(254\) at position 3, but"),
+        ({"prompts": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "got .pixel_"),
         ({"hooks": [("denoise.hook_accepted", lambda v, hook: v[:, 1:])]}, HookFunctionError,
          r"got a value of shape \[2, 8\] and returned \[2, 7\]"),
     ],
 )  # fmt: skip
 def test_what_the_sampler_does_not_take_is_refused(gemma, prompt, given, error, text):
-    given = {"prompt": prompt} | ({} if "sampler" in given else SETTINGS) | given
+    given = {"prompts": prompt} | ({} if "sampler" in given else SETTINGS) | given
     with pytest.raises(error, match=text):
         sinklens.generate(gemma, **given)
 
