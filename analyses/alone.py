@@ -26,9 +26,9 @@ from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
+from sinklens.analyses.passes import ids_of
 from sinklens.analyses.study import Study, dot_panels
 from sinklens.analyses.texts import Texts, described
-from sinklens.errors import SettingError
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.utils.arguments import Count
@@ -77,9 +77,7 @@ class Alone(Study):
         """`MEASURES` [prompt, place, sees]; in a causal model NaN, but for what it sees anyway."""
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
-            ids = model.encode(prompt, self.chat_template).ids[0][: self.longest]
-            if len(ids) < 3:
-                raise SettingError(f"the study alone needs at least three tokens per text; got {prompt!r}.")
+            ids = ids_of(model, prompt, self.chat_template, self.longest).to(model.cfg.device)
             found = [[_read(model, ids, at, *sees) for sees in SEES.values()] for at in (0, len(ids) // 2)]
             values = torch.tensor(found).permute(2, 0, 1).numpy()
             arrays = {name: (("place", "sees"), value) for name, value in zip(MEASURES, values, strict=True)}

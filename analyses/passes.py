@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.mass import hidden_keys
+from sinklens.errors import require
+from sinklens.model.prompts import SinglePrompt
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -28,6 +30,17 @@ Keys = Bool[Tensor, "layer head key"]
 Sums = Float[Tensor, "layer head key"]
 OfHeads = Float[Tensor, "layer head"]
 Hooks = list[tuple[str, Callable[..., Any]]]
+
+
+def ids_of(model: "Model", text: SinglePrompt, chat_template: bool | str, longest: int) -> Int[Tensor, " pos"]:
+    """The first `longest` tokens of a text, on the CPU.
+
+    Raises:
+        SettingError: there are fewer than three.
+    """
+    ids = model.encode(text, chat_template).ids[0].cpu()[:longest]
+    require(len(ids) > 2, f"a study of texts needs at least three tokens per text; got {text!r}.")
+    return ids
 
 
 class TextCanvas(NamedTuple):

@@ -49,6 +49,7 @@ from sinklens.analyses.passes import (
     difference,
     earlier_canvas,
     hiding,
+    ids_of,
     log_ratio,
     loss,
     no_ops,
@@ -218,9 +219,7 @@ class Texts(Study):
         """
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
-            ids = model.encode(prompt, self.chat_template).ids[0].cpu()[: self.longest]
-            if len(ids) < 3:
-                raise SettingError(f"the study texts needs at least three tokens per text; got {prompt!r}.")
+            ids = ids_of(model, prompt, self.chat_template, self.longest)
             noise = noise_of(ids, self.seed)
             found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
             for canvases in self._masks(model, ids):
