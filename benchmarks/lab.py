@@ -53,9 +53,8 @@ class Timed(NamedTuple):
 class Clock:
     """The events of a lab with the time at which each arrived."""
 
-    def __init__(self, url: str) -> None:
-        address, _, token = url.partition("?token=")
-        self.http = httpx.Client(base_url=address.rstrip("/"), headers={"X-Sinklens-Token": token}, timeout=None)
+    def __init__(self, lab: sinklens.live.Lab) -> None:
+        self.http = httpx.Client(base_url=lab.address, headers={"X-Sinklens-Token": lab.token}, timeout=None)
         self._seen = threading.Condition()
         self._arrived: dict[str, list[tuple[str, float, str]]] = {}
         self._since = self.http.get("/api/session").json()["event"]
@@ -142,7 +141,7 @@ def main() -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "settings": {}} if not middle else LONG
     body = body | {"settings": body["settings"] | settings}
     with sinklens.lab(model) as lab:
-        clock = Clock(lab.url)
+        clock = Clock(lab)
         first = clock.run(**body)  # warms up
         rounds = [measured(clock, model, body, number) for number in range(options.runs)]
         heads = clock.heads(first.run) if options.heads else None

@@ -46,10 +46,8 @@ def parsed(lines: Iterator[str]) -> Iterator[Seen]:
 class Client:
     """Requests to a lab as its page makes them."""
 
-    def __init__(self, url: str) -> None:
-        self.address, _, self.token = url.partition("?token=")
-        origin = self.address.rstrip("/")
-        self.http = httpx.Client(base_url=origin, timeout=PATIENCE, headers={"X-Sinklens-Token": self.token})
+    def __init__(self, address: str, token: str) -> None:
+        self.http = httpx.Client(base_url=address, timeout=PATIENCE, headers={"X-Sinklens-Token": token})
         self.events: list[Seen] = []
 
     def get(self, path: str, **query: Any) -> Any:

@@ -22,7 +22,11 @@ class Page:
 
     def __init__(self, browser, lab, width=1440):
         self.browser, self.lab = browser, lab
-        self.open(lab.url, width)
+        browser.driver.get(lab.address)
+        if entry := browser.driver.find_elements(By.ID, "token"):
+            entry[0].send_keys(lab.token, Keys.ENTER)
+            browser.wait("return document.body.dataset.ready")
+        self.open(lab.address, width)
 
     def open(self, address, width=1440):
         self.browser.size(width)

@@ -70,9 +70,9 @@ def lab(
         keep: folder in which runs are kept; those already there are opened (default: runs are deleted when the lab
             closes)
         port: port; 0 is a free one
-        no_browser: only print the link, and do not open it
+        no_browser: only print the address and the token, and open nothing
     """
-    from sinklens.live.server import Lab, bound, link_file, require_extra
+    from sinklens.live.server import Lab, bound, private_page, require_extra
 
     require_extra()
     listener = bound(port)
@@ -80,10 +80,11 @@ def lab(
 
     models = lab_models([model, *compare], **loading or {})
     opened_lab = Lab(models, keep=keep, listener=listener, framed=False)
-    with link_file(opened_lab.url) as file:
+    with private_page(opened_lab) as file:
 
         def opened() -> None:
-            say("The lab is open. Anyone with this link can use it:", f"  {opened_lab.url}", "Ctrl+C closes it.")
+            say(f"The lab is open at {opened_lab.address}", f"Its token is {opened_lab.token}")
+            say("Anyone on this machine who has the token can use the lab. Ctrl+C closes it.")
             if not no_browser:
                 webbrowser.open(file.as_uri())
 

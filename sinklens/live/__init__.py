@@ -1,7 +1,7 @@
 """A live lab in the browser: run a model, change the run by pointing, and take the result home as Python.
 
     lab = sinklens.lab(model)     # in a notebook: shows the lab in the cell
-    lab.url, lab.close()
+    lab.address, lab.token, lab.close()
 
 `sinklens lab MODEL` does the same from the command line. ``sinklens.lab`` is the function `lab` of this package.
 Starlette and uvicorn (``pip install "sinklens[lab]"``) are imported when a lab opens.

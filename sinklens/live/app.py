@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -25,7 +25,7 @@ from sinklens.live.detail import check_index, detail, maps_of_layer, packed
 from sinklens.live.heads import begin_trial
 from sinklens.live.refusal import Refused, require
 from sinklens.live.script import script
-from sinklens.live.security import MOST_BYTES, WRONG_TOKEN, Guard, Guarded, framing
+from sinklens.live.security import MOST_BYTES, POLICY, Guard, Guarded, framing
 from sinklens.live.session import Session
 from sinklens.utils.documents import parse_json
 from sinklens.utils.versions import version_of
@@ -81,21 +81,20 @@ class LabApp:
     # The page
 
     async def page(self, request: Request) -> Response:
-        """The page; a link with the token sets the cookie and leads to the page without it, except in a frame."""
-        if self._guard.framed and framing(request.headers.get("sec-fetch-dest")):
-            return Response(page.framed(self._guard.key), media_type="text/html")
-        if "token" in request.query_params:
-            return self._entered(request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"))
+        """The page, or the form that asks for the token."""
+        if framing(request.headers.get("sec-fetch-dest")) or not self._guard.admits(request.headers):
+            return _form()
         return Response(page.document(), media_type="text/html")
 
     async def enter(self, request: Request) -> Response:
-        """Sets the cookie for the token in a form (`server.entry_form`), and leads to the page."""
+        """Sets the cookie for the token in a form and leads to the page; in a notebook's frame, the page itself."""
         form = parse_qs((await _content(request, "application/x-www-form-urlencoded")).decode("latin-1"))
-        require(self._guard.accepts(form.get("token", [""])[0]), WRONG_TOKEN, 403)
-        return self._entered(False)
-
-    def _entered(self, direct: bool) -> Response:
-        response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
+        token = form.get("token", [""])[0].strip()
+        if not self._guard.accepts(token):
+            return _form("This token is wrong.")
+        if self._guard.framed and framing(request.headers.get("sec-fetch-dest")):
+            return Response(page.document(token), media_type="text/html")
+        response = Response(page.ENTERED, media_type="text/html")
         response.set_cookie(self._guard.cookie, self._guard.session, httponly=True, samesite="strict")
         return response
 
@@ -257,6 +256,12 @@ class LabApp:
                 self._results.popitem(last=False)
         self._results.move_to_end(key)
         return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _form(trouble: str = "") -> Response:
+    """The form that asks for the token, and what was wrong with the last one."""
+    policy = POLICY.replace("form-action 'none'", "form-action 'self'").format(ancestors="'none'")
+    return Response(page.entry(trouble), 403, {"Content-Security-Policy": policy}, media_type="text/html")
 
 
 def _doing(act: Callable[..., Any], status: int = 200, *, body: bool = False) -> Handler:

@@ -7,8 +7,8 @@ Pitfall: the scripts share one scope, so two of them must not declare the same n
 """
 
 import importlib.resources
-import re
 from functools import cache
+from html import escape
 
 from sinklens.views import html
 
@@ -20,18 +20,18 @@ SCRIPTS = (
 
 
 @cache
-def document() -> str:
-    """The HTML document of ``GET /``."""
-    return html.fill(_own("lab.html"), html.fragments())
+def document(token: str = "") -> str:
+    """The HTML document of ``GET /``; that of a frame, which gets no cookie, holds the token."""
+    return html.fill(_own("lab.html"), {"token": escape(token), **html.fragments()})
 
 
-def framed(key: str) -> str:
-    """The document for a frame, whose files are opened by the key."""
-    return re.sub(r'(="static/lab\.\w+)"', rf'\1?key={key}"', document())
+def entry(trouble: str) -> str:
+    """The document with the form that asks for the token."""
+    return html.fill(_own("enter.html"), {"trouble": escape(trouble)})
 
 
-ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=./">"""
-"""Leads to the page from a link on another site's page: the cookie is not sent to where that page leads directly."""
+ENTERED = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=./">"""
+"""Leads to the page after the form of another site's page: the cookie is not sent to where that page leads directly."""
 
 
 @cache

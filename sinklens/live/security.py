@@ -6,11 +6,11 @@ The lab runs a model for whoever can reach it, so it is protected as a notebook 
   rebinding) sends its own name.
 - *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
   something need a matching Origin, or the token as a header, which another site's page cannot send.
-- *Token*: 256 random bits, in the link or in a header. The link sets a cookie with a random value of its own, which
-  scripts cannot read and other sites' pages do not send. Both are compared in constant time.
+- *Token*: 256 random bits, in a form or in a header, never in an address, which browsers and logs keep. The form sets
+  a cookie with a random value of its own, which scripts cannot read and other sites' pages do not send. Both are
+  compared in constant time. Without either there is only the form, and the page's scripts and styles.
 - *Frame*: a notebook at localhost is another site than 127.0.0.1, so its frame gets no cookie. A page that is framed is
-  sent only for an address with the token, never for the cookie; it sends the token as a header. Its files, for which a
-  browser sends no header, have a key in their address that is derived from the token and opens nothing else.
+  sent only for the form with the token, never for the cookie. It holds the token and sends it as a header.
 - *Size*: a body has at most `MOST_BYTES`, and one length.
 - *Number*: of more than `MOST_REQUESTS` requests under way, the newest are asked to come again.
 
@@ -22,12 +22,10 @@ The lab listens on this machine only; an SSH tunnel reaches it from another.
 """
 
 import asyncio
-import hashlib
 import hmac
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
-from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -40,7 +38,7 @@ MOST_HEAD = 262_144  # bytes of a request's head, with the cookies of all progra
 MOST_REQUESTS = 512  # under way at once
 LINGER = 1.0  # seconds for which the body of a refused request is read
 TOKEN_HEADER = "x-sinklens-token"
-WRONG_TOKEN = "the token is missing or wrong; open the link that the lab printed."
+WRONG_TOKEN = "the token is missing or wrong; open the lab's address again and enter the token that it printed."
 NAMES = ("127.0.0.1", "localhost")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -56,7 +54,7 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
 SAFE = ("GET", "HEAD")
-FILES = ("/static/", "/frame")  # addresses that a frame loads by the key
+FILES = ("/static/", "/frame")  # of the page; they hold nothing of the lab's models and runs
 FRAMES = ("iframe", "frame", "embed", "object")  # Sec-Fetch-Dest of a page inside another
 
 
@@ -82,11 +80,6 @@ class Guard:
         """Name of the cookie, in which the port distinguishes labs."""
         return f"sinklens-lab-{self.port}"
 
-    @property
-    def key(self) -> str:
-        """Opens the files of the page, and nothing else."""
-        return hmac.new(self.token.encode(), b"files", hashlib.sha256).hexdigest()
-
     def headers(self) -> dict[str, str]:
         """Headers of every response."""
         ancestors = FRAMED_BY if self.framed else "'none'"
@@ -107,10 +100,10 @@ class Guard:
         given = Headers(scope=scope)
         host = _one(given, "host")
         ours = [f"{name}:{self.port}" for name in NAMES]
-        require(host in ours, "this address is not the lab's; open the link it printed.", 421)
+        require(host in ours, "this address is not the lab's; open the one it printed.", 421)
         origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
-        entering = scope["path"] == "/"  # a link from elsewhere may lead here, and the form of a file
-        form = entering and scope["method"] == "POST"  # which has the token in its body (`LabApp.enter`)
+        entering = scope["path"] == "/"  # a link from elsewhere may lead here, and the form of a file (`LabApp.enter`)
+        form = entering and scope["method"] == "POST"
         foreign = "requests from pages of other sites are refused."
         require(form or origin in (None, f"http://{host}"), foreign, 403)
         require(entering or site in (None, "same-origin"), foreign, 403)
@@ -119,15 +112,10 @@ class Guard:
             f"a request that changes something needs an Origin, or the token as {TOKEN_HEADER}.",
             403,
         )
-        require(form or self._admits(scope, given), WRONG_TOKEN, 403)
+        require(entering or scope["path"].startswith(FILES) or self.admits(given), WRONG_TOKEN, 403)
 
-    def _admits(self, scope: Scope, given: Headers) -> bool:
-        """Whether a request has the token, or the key of the file that it asks for."""
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if scope["method"] in SAFE else {}
-        if scope["path"] == "/" and ("token" in query or framing(_one(given, "sec-fetch-dest"))):
-            return self.accepts(next(iter(query.get("token", ())), ""))
-        if scope["path"].startswith(FILES) and "key" in query:
-            return self.accepts(query["key"][0], self.key)
+    def admits(self, given: Headers) -> bool:
+        """Whether the headers of a request have the token, or the cookie."""
         if (header := _one(given, TOKEN_HEADER)) is not None:
             return self.accepts(header)
         return any(self.accepts(value, self.session) for value in _values(given, self.cookie))

@@ -1,10 +1,10 @@
 """Starts a lab: binds the socket, makes the token, and serves until it is closed.
 
-The socket is bound before the server starts, so the printed link is right even where the system chose the port. A port
-in use is an error before any model is loaded. The link is printed and opened once the server listens.
+The socket is bound before the server starts, so the printed address is right even where the system chose the port. A
+port in use is an error before any model is loaded. The address is printed and opened once the server listens.
 
-All users of a machine see the arguments of its processes. So the browser is given a file that only this user can read,
-and which leads to the link (`link_file`); the token is in no argument.
+All users of a machine see the arguments of its processes, and a browser keeps the addresses it opened. So the token is
+in neither: the browser is given a file that only this user can read, whose form sends the token (`private_page`).
 """
 
 import os
@@ -62,25 +62,13 @@ def bound(port: int) -> socket.socket:
     return listener
 
 
-def entry_form(url: str, text: str, target: str = "_self") -> str:
-    """A form that opens the link `url`: an address with the token would stay in the browser's history."""
-    address, _, token = url.partition("?token=")
-    return (
-        f'<form method="post" action="{escape(address)}" target="{target}" rel="noreferrer">'
-        f'<input type="hidden" name="token" value="{escape(token)}"><button>{escape(text)}</button></form>'
-    )
-
-
 @contextmanager
-def link_file(url: str) -> Iterator[Path]:
-    """A page that opens the link `url` and that only this user can read; it is deleted at the end."""
-    with tempfile.TemporaryDirectory(prefix="sinklens-lab-link-") as folder:  # readable by this user only
+def private_page(lab: "Lab") -> Iterator[Path]:
+    """A file that opens the lab and that only this user can read; it is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="sinklens-lab-") as folder:  # readable by this user only
         file = Path(folder) / "open.html"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-            opened.write(
-                f'<!doctype html><title>sinklens lab</title><meta name="referrer" content="no-referrer">'
-                f"{entry_form(url, 'Open the lab')}<script>document.forms[0].submit()</script>"
-            )
+            opened.write(lab._entering())
         yield file
 
 
@@ -88,7 +76,8 @@ class Lab:
     """A running lab. In a notebook it shows itself; ``with`` closes it.
 
     Attributes:
-        url: the link that opens it, with the token.
+        address: where it is; it opens the lab in a browser that has entered the token.
+        token: what everyone who uses it needs.
     """
 
     def __init__(
@@ -109,7 +98,7 @@ class Lab:
         port = listener.getsockname()[1]
         self._guard = Guard(secrets.token_urlsafe(32), port, framed)
         self.address = f"http://{HOST}:{port}/"
-        self.url = f"{self.address}?token={self._guard.token}"
+        self.token = self._guard.token
         self._listener, self._session = listener, Session(list(models), keep)
         config = uvicorn.Config(
             build_app(self._session, self._guard), log_level="warning", access_log=False, lifespan="off",
@@ -175,12 +164,26 @@ class Lab:
     def __repr__(self) -> str:
         return f"Lab({self.address})"  # without the token: notebooks are shared with their outputs
 
-    def _repr_html_(self) -> str:
-        """The lab in a frame; the token is shown too, and opens nothing once the lab is closed."""
+    def _form(self, text: str, target: str = "_self") -> str:
+        """A form that opens the lab: an address with the token would stay in the browser's history."""
         return (
-            f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0" '
-            f'allow="clipboard-write"></iframe>'
-            f"{entry_form(self.url, 'Open the lab in a tab', '_blank')}"
+            f'<form method="post" action="{self.address}" target="{target}" rel="noreferrer">'
+            f'<input type="hidden" name="token" value="{self.token}"><button>{text}</button></form>'
+        )
+
+    def _entering(self) -> str:
+        """A document that opens the lab by itself."""
+        return (
+            f'<!doctype html><title>sinklens lab</title><meta name="referrer" content="no-referrer">'
+            f"{self._form('Open the lab')}<script>document.forms[0].submit()</script>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The lab in a frame; the token is in it too, and opens nothing once the lab is closed."""
+        return (
+            f'<iframe srcdoc="{escape(self._entering())}" title="sinklens lab" width="100%" height="900" '
+            f'style="border:0" allow="clipboard-write {self.address}"></iframe>'
+            f"{self._form('Open the lab in a tab', '_blank')}"
         )
 
 
@@ -194,7 +197,7 @@ def lab(
 ) -> Lab:
     """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
 
-    The lab listens at 127.0.0.1 only, and its link contains a random token. Do not use the model elsewhere while the
+    The lab listens at 127.0.0.1 only, and requires a random token. Do not use the model elsewhere while the
     lab runs it.
 
     Args:
@@ -205,7 +208,7 @@ def lab(
         **loading: arguments of `sinklens.load`, for models given by name or folder.
 
     Returns:
-        The lab, with ``url`` and ``close()``.
+        The lab, with ``address``, ``token`` and ``close()``.
 
     Raises:
         SinklensError: the extra ``lab`` is not installed, or the port is in use.

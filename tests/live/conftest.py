@@ -26,14 +26,14 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture
 def client(lab) -> Iterator[Client]:
     """A client that follows the events."""
-    opened = Client(lab.url).follow()
+    opened = Client(lab.address, lab.token).follow()
     yield opened
     opened.close()
 
 
 def ended_runs(lab: Lab) -> None:
     """Stop what earlier tests left running, and wait until it has ended."""
-    client = Client(lab.url)
+    client = Client(lab.address, lab.token)
     for run in client.get("/api/session")["runs"]:
         if run["status"] in ("queued", "running"):
             client.http.post(f"/api/runs/{run['id']}/cancel", json={})
@@ -67,7 +67,7 @@ def gate(lab, monkeypatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def page(browser, lab) -> Iterator[Page]:
-    """The page, opened by the link."""
+    """The page, entered with the token."""
     opened = Page(browser, lab)
     yield opened
     opened.fresh()

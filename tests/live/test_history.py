@@ -295,15 +295,14 @@ def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
     changed.close()
 
 
-def started(keep: Path | None, **environment: str) -> tuple[subprocess.Popen, str]:
-    """A lab in another process, and its link."""
+def started(keep: Path | None, **environment: str) -> tuple[subprocess.Popen, list[str]]:
+    """A lab in another process, its address and its token."""
     command = [sys.executable, "-m", "sinklens.cli", "lab", "tiny-llada", "--no-browser"]
     command += [] if keep is None else ["--keep", str(keep)]
     given = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=given)
     assert process.stdout is not None
-    link = next(line.strip() for line in process.stdout if line.startswith("  http"))
-    return process, link
+    return process, [process.stdout.readline().split()[-1] for _ in range(2)]
 
 
 @pytest.mark.extended
@@ -313,7 +312,7 @@ def test_a_lab_that_a_signal_ends_leaves_no_file(tmp_path, name, running):
     """While it waits, and in the middle of a run; the terminal and its shell may both send one."""
     process, link = started(None, TMPDIR=str(tmp_path))
     try:
-        client = Client(link).follow()
+        client = Client(*link).follow()
         client.run(prompt=PROMPT, settings={"gen_length": 4})
         if running:
             run = client.submit(prompt="Question: 1", settings={"gen_length": 100})
@@ -333,7 +332,7 @@ def test_a_killed_lab_comes_back_with_its_finished_runs(tmp_path):
     """SIGKILL between two steps of a run; the finished run and the next run are as if nothing had happened."""
     process, link = started(tmp_path)
     try:
-        client = Client(link).follow()
+        client = Client(*link).follow()
         done = client.run(prompt=PROMPT, settings={"gen_length": 4})
         run = done["summary"]["id"]
         lost = client.submit(prompt="Question: 1", settings={"gen_length": 100})
@@ -345,7 +344,7 @@ def test_a_killed_lab_comes_back_with_its_finished_runs(tmp_path):
     client.close()
     process, link = started(tmp_path)
     try:
-        client = Client(link)
+        client = Client(*link)
         assert [entry["id"] for entry in client.get("/api/session")["runs"]] == [run]
         assert client.get(f"/api/runs/{run}") == json.loads(json.dumps(done))
         replayed = client.run(prompt=PROMPT, settings={"gen_length": 4}, replay=run)

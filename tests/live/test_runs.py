@@ -51,7 +51,7 @@ def base(tiny_llada):
 @pytest.fixture(scope="module")
 def base_id(lab):
     """The same run in the lab."""
-    return Client(lab.url).run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    return Client(lab.address, lab.token).run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
 
 
 def test_steps_arrive_before_the_run_is_over(client, gate, base):
@@ -295,7 +295,7 @@ def test_everything_about_a_canvas_model_is_answered():
     """Its steps read keys that an encoder cached, and it has no confidences."""
     model, runs = sinklens.load("tiny-canvas"), []
     with sinklens.lab(sinklens.load("tiny-canvas")) as opened:
-        client = Client(opened.url).follow()
+        client = Client(opened.address, opened.token).follow()
 
         def tried(run):
             client.http.post(f"/api/runs/{run}/heads", json={"layer": 1})

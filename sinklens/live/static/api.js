@@ -1,10 +1,9 @@
 // Requests to the lab's server, the stream of its events, and the numbers in its answers.
 //
-// In a tab a cookie stands for the token. In the frame of a notebook, which gets no cookie, the token is in the page's
-// address and goes with every request as a header; files have a key in their address instead.
+// In a tab a cookie stands for the token. In the frame of a notebook, which gets no cookie, the page holds the token and
+// sends it with every request as a header.
 
-const TOKEN = new URLSearchParams(location.search).get("token");
-const KEY = new URL(document.currentScript.src).search;
+const TOKEN = document.querySelector("meta[name=sinklens-token]").content;
 // Behind a reverse proxy the lab is below a path of another host.
 const addressOf = (path) => new URL(path.replace(/^\//, ""), new URL(".", location.href)).href;
 const credentials = () => (TOKEN ? { "X-Sinklens-Token": TOKEN } : {});

@@ -8,8 +8,8 @@ function askedAttention(id, cells) {
       const { shape, data: text } = await askJson(`/api/runs/${id}/pattern?step=${step}&layer=${layer}`);
       return { map: floatsOf(bytesOf(text)), side: shape[1], block: 1, value: (share) => share };
     },
-    script: async () => (await ask(`/static/circuitsvis.js${KEY}`)).text(),
-    load(frame) { frame.src = addressOf(`/frame${KEY}`); },
+    script: async () => (await ask("/static/circuitsvis.js")).text(),
+    load(frame) { frame.src = addressOf("/frame"); },
   };
 }
 
