@@ -16,9 +16,9 @@ if it excludes what the paper says, "agree" if the whole interval fits it, "cann
 prints a number, "agree" means that the interval contains 0, with at least as many samples or generations as the paper
 has; with fewer, the verdict is "cannot tell". Table 2 prints no errors; its 30 generations are taken to vary like ours.
 
-Limitation: the shipped models cannot answer GSM8K and have a context of 128 tokens. They generate at their own lengths
-and are evaluated on the problems that ship with them. Such models are stand-ins: they show that the measurements work,
-and have no verdict.
+Limitation: the shipped models cannot answer GSM8K, so they are evaluated on the problems that ship with them, without
+`data`. The tiny ones also have a context of 128 tokens and generate at their own lengths. Such models are stand-ins:
+they show that the measurements work, and have no verdict.
 """
 
 import base64
@@ -40,8 +40,10 @@ from sinklens.evaluation.protocols import PROTOCOLS, STUDY, EvalProtocol, find_p
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.scoring import score
 from sinklens.evaluation.tables import frame
-from sinklens.evaluation.verification import MASKED, STAND_INS, known, protocol_for
+from sinklens.evaluation.verification import MASKED, STAND_INS, protocol_for
 from sinklens.model import load
+from sinklens.model.fetching import ARMS, BASE
+from sinklens.model.files import shipped_names
 from sinklens.tasks.base import Task
 from sinklens.tasks.registry import reads_files
 from sinklens.tasks.word_problems import held_out
@@ -123,14 +125,21 @@ class Request:
 
     def tasks(self, model: str) -> Iterator[tuple[EvalProtocol, Task]]:
         """The protocols of Table 1 for a model, each with its task."""
-        for task in STAND_INS:
-            name = f"llada-{task}" if self.data and known(model)[0] else protocol_for(model, task)  # type: ignore[arg-type]
+        shipped = is_tiny(model) or Path(model).name in (BASE, *ARMS)
+        for task, stand_in in STAND_INS.items():
+            own = stand_in if not self.data else f"llada-{task}"
+            name = own if shipped else protocol_for(model, task)  # type: ignore[arg-type]
             protocol = find_protocol(name)
             yield protocol, protocol.make_task(self.data if reads_files(protocol.task) else None)
 
     def settings(self, model: str) -> dict[str, Any]:
         """The settings of the generations of a model."""
-        return {} if known(model)[0] else SETTINGS
+        return {} if is_tiny(model) else SETTINGS
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a model ships with its weights: its context of 128 tokens is too short for the paper's lengths."""
+    return any(is_checkpoint(model, name) for name in shipped_names())
 
 
 def reproduce(
@@ -166,7 +175,7 @@ def reproduce(
         for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
             evaluate(
                 model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit,
-                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=bool(known(name)[0]),
+                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=is_tiny(name),
                 progress=lambda condition, done, total, name=name: report(  # type: ignore[misc]
                     f"{name}: {condition.name}", done, total
                 ),

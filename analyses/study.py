@@ -35,7 +35,7 @@ from sinklens.analyses.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.evaluation.counting import counting
 from sinklens.evaluation.units import equals_apart
 from sinklens.families.registry import find_sampler
@@ -77,6 +77,7 @@ class Study(ABC):
         batch_size: prompts per run; the results do not depend on it.
         settings: sampler settings; each model uses those that its sampler has.
         chat_template: as in `sinklens.generate`.
+        length: positions of the longest prompt and its answer together, instead of the setting ``gen_length``.
         cache: a cache policy or its name, for the runs of a study that can measure them under one.
         scales: scales of the measures that `seeds.scale_of` does not know by name, such as ratios.
         under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
@@ -101,6 +102,7 @@ class Study(ABC):
     batch_size: Count = 10
     settings: dict[str, Any] = field(default_factory=dict)
     chat_template: bool | str = False
+    length: Count | None = None
     shown: int = 0
     cache: CachePolicy | None = None
     answers: dict[str, str] = field(default_factory=dict)
@@ -214,7 +216,10 @@ class Study(ABC):
         for model in loaded:
             if why := self.refusal(model):
                 raise SettingError(f"{self.name} cannot measure {model.name}, {why}")
-        given = _settings_of(loaded, self.settings)
+        given = [
+            settings | self._fitted(model, prompts)
+            for model, settings in zip(loaded, _settings_of(loaded, self.settings), strict=True)
+        ]
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given) | {"groups": dict(Counter(groups or []))}
         folder = None if out is None else Path(out)
@@ -236,6 +241,16 @@ class Study(ABC):
         tables = self.tables(measured)
         findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
         return findings if folder is None else write(self.name, self.figures, findings, folder)
+
+    def _fitted(self, model: "Model", prompts: Sequence[SinglePrompt]) -> Settings:
+        """The ``gen_length`` of a model that `length` leaves; nothing without it."""
+        if self.length is None:
+            return {}
+        require("gen_length" not in self.settings, "length and gen_length both set the length; give one of them.")
+        longest = model.encode(list(prompts), self.chat_template).ids.shape[1]
+        room = f"a prompt of {longest} tokens leaves no room for an answer in a length of {self.length}; give more."
+        require(self.length > longest, f"{model.name}: {room}")
+        return {"gen_length": self.length - longest}
 
     def _measured(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress

@@ -36,6 +36,7 @@ def run_study(
     group: str | None = None,
     limit: Integer | None = None,
     batch_size: Integer = 10,
+    length: Integer | None = None,
     seeds: bool = False,
     settings: Settings | None = None,
     run: Run | None = None,
@@ -55,6 +56,7 @@ def run_study(
             templates of the shipped problems; none for a file)
         limit: only the first N prompts (default: 100 of the shipped problems; all prompts of a file)
         batch_size: prompts run together, where the study supports it; does not affect the results
+        length: tokens of the longest prompt and its answer together, instead of --gen-length
         seeds: the models are training runs that differ in their seed: also print and write every measure over all of
             them, with an interval over seeds and prompts
     """
@@ -77,7 +79,7 @@ def run_study(
         )
     groups = read_groups(prompts, group, limit) if group is not None and prompts is not None else None
     answers = _answers(prompts, limit, kind, asked)
-    study = kind(batch_size=batch_size, settings=settings or {}, answers=answers, **run or {})
+    study = kind(batch_size=batch_size, length=length, settings=settings or {}, answers=answers, **run or {})
     check_folder(out, "a study")
     loaded = [load(model, **fitted(model, loading, settings)) for model in models]
     with counting("prompts", out, call) as count:
