@@ -248,7 +248,9 @@ class Study(ABC):
             return {}
         require("gen_length" not in self.settings, "length and gen_length both set the length; give one of them.")
         longest = model.encode(list(prompts), self.chat_template).ids.shape[1]
-        room = f"a prompt of {longest} tokens leaves no room for an answer in a length of {self.length}; give more."
+        room = (
+            f"the longest prompt takes {longest} of the {self.length} tokens, so none is left for an answer; give more."
+        )
         require(self.length > longest, f"{model.name}: {room}")
         return {"gen_length": self.length - longest}
 

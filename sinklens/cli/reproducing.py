@@ -43,7 +43,7 @@ def reproduce(
     Args:
         models: shipped names, hub names or folders
         out: folder of the page index.html, report.md and the measurements; rerun to resume
-        only: items: table1, table2, fig1, fig3 to fig10, frontier, lifetimes, rare (default: all)
+        only: items, such as table1,fig5: table1, table2, fig1, fig3 to fig10, frontier, lifetimes, rare (default: all)
         limit: only the first N generations and samples (default: 30 generations, all samples)
         data: folder of test.jsonl, train.jsonl and HumanEval.jsonl (default: the hub; for shipped models, the problems
             that ship with them)
@@ -70,7 +70,10 @@ def reproduce(
     else:
         given = {name: fitted(name, loading) for name in models}
         path = None if data is None else str(data)
-        asked = Request(models, only, limit, path, sinks_only, run_generated_code, batch_size, seed, given, tuple(call))
+        items = tuple(name for words in only for name in words.split(","))
+        asked = Request(
+            models, items, limit, path, sinks_only, run_generated_code, batch_size, seed, given, tuple(call)
+        )
     if dry_run:
         for name in asked.models:
             _print_plans(planned, name, asked)

@@ -56,7 +56,7 @@ def run_study(
             templates of the shipped problems; none for a file)
         limit: only the first N prompts (default: 100 of the shipped problems; all prompts of a file)
         batch_size: prompts run together, where the study supports it; does not affect the results
-        length: tokens of the longest prompt and its answer together, instead of --gen-length
+        length: tokens of the longest prompt and its answer together (default: as --gen-length says)
         seeds: the models are training runs that differ in their seed: also print and write every measure over all of
             them, with an interval over seeds and prompts
     """

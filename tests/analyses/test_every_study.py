@@ -1,12 +1,17 @@
 """Checks for every study: the same numbers for any batch size, and prompts of token ids."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import xarray as xr
 
 from sinklens.analyses import find
 from sinklens.tasks import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} please{% endfor %}"
+TEMPLATED = ("alone", "dynamics", "events", "existence", "pair", "texts", "token_types")  # the others share their runs
 EFFECTS = ("necessity", "content", "definitions", "mechanism")
 
 
@@ -34,3 +39,14 @@ def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, t
     assert measured["right"].isnull().all()
     assert text["right"].notnull().any()
     np.testing.assert_array_equal(measured["changed"], text["changed"])
+
+
+@pytest.mark.parametrize("name", TEMPLATED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_chat_template_is_part_of_every_prompt(name, tiny_llada):
+    text = held_out(1)[0].prompt
+    study = find(name)(settings={"gen_length": 4}, chat_template=TEMPLATE)
+    (measured,) = study.run(tiny_llada, text).measured.values()
+    given = tiny_llada.encode(text, TEMPLATE).ids[0].tolist()
+    (of_ids,) = replace(study, chat_template=False).run(tiny_llada, [given]).measured.values()
+    xr.testing.assert_allclose(measured.drop_vars("prompt_group"), of_ids, rtol=1e-4, atol=1e-4)

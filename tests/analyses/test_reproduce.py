@@ -13,10 +13,11 @@ from waiting import awaited
 
 from sinklens.analyses.frontier import frontier
 from sinklens.analyses.paper import CHECKPOINTS, ITEMS, apart
-from sinklens.analyses.reproduce import _claims, _of_accuracy
+from sinklens.analyses.reproduce import SETTINGS, Request, _claims, _of_accuracy
 from sinklens.analyses.runs import noise_of, own_run
 from sinklens.cli import main
 from sinklens.evaluation import LedgerRun, frame, masking
+from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.sinks import Record, SinkTrack
 from sinklens.tasks import held_out
 
@@ -113,6 +114,24 @@ def test_an_accuracy_stands_beside_the_printed_one(right, total, changes, verdic
     assert (found["paper"], found["verdict"].startswith(verdict)) == ("0.75", True), found
 
 
+@pytest.mark.parametrize(
+    ("model", "own", "published", "lengths"),
+    [
+        ("tiny-llada", "tiny-", "llada-", {}),
+        ("smollm2-135m-masked", "tiny-", "llada-", SETTINGS),
+        ("somebody/else-8B", "llada-", "llada-", SETTINGS),
+    ],
+)
+def test_a_shipped_model_answers_what_ships_with_it_unless_data_are_given(model, own, published, lengths, monkeypatch):
+    monkeypatch.setattr(EvalProtocol, "make_task", lambda protocol, path: path)
+    for data, start in ((None, own), ("folder", published)):
+        asked = Request((model,), data=data)
+        protocols, paths = zip(*asked.tasks(model), strict=True)
+        assert [protocol.name.startswith(start) for protocol in protocols] == [True, True]
+        assert set(paths) == {data}
+        assert asked.settings(model) == lengths
+
+
 def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):
     """A real process, killed while it evaluates, after a shard of it has run."""
     monkeypatch.chdir(tmp_path)
@@ -124,8 +143,7 @@ def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):
         "--batch-size",
         "1",
         "--only",
-        "table1",
-        "table2",
+        "table1,table2",
         "frontier",
         "--out",
     ]

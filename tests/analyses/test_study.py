@@ -150,8 +150,10 @@ def test_units_of_another_study_prompt_or_code_are_not_used(change, prompts, tin
 
 
 def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama, tmp_path):
-    study = Letters(seed=3, settings={"gen_length": 8, "steps": 4})
-    found = study.run([tiny_llada, tiny_llama], ["a", "b"], tmp_path)
+    prompts = ["a", "b"]
+    total = 8 + tiny_llada.encode(prompts).ids.shape[1]
+    study = Letters(seed=3, length=total, settings={"steps": 4})
+    found = study.run([tiny_llada, tiny_llama], prompts, tmp_path)
     manifest = json.loads((tmp_path / "letters.json").read_text())
     assert manifest == json.loads(json.dumps(found.manifest))
     assert (manifest["options"]["seed"], manifest["prompts"]) == (3, 2)
@@ -183,6 +185,11 @@ def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama
             r"each model can be given only once; got tiny-llada, tiny-llada",
         ),
         (lambda model: Letters(shown=1).run([model], ["a"]), r"shown is the index of a prompt, 0 to 0; got 1"),
+        (lambda model: Letters(length=1).run([model], ["a"]), r"tiny-llada: .* longest prompt takes 2 of"),
+        (
+            lambda model: Letters(length=9, settings={"gen_length": 4}).run([model], ["a"]),
+            r"length and gen_length both set the length",
+        ),
         (lambda model: Letters(settings={"stpes": 4}).run([model], ["a"]), r"'stpes'. Nearest: steps"),
         (lambda model: Letters(settings={"alg": "entropy"}).run([model], ["a"]), r"none of these models .* 'alg'"),
         (lambda model: Letters(settings={"steps": 99}).run([model], ["a"]), r"steps 99 is more than gen_length 24"),
