@@ -124,7 +124,7 @@ LAYER, HEAD = Field("layer", "layer", "the layer"), Field("head", "head", "the h
 SOME_LAYER = Field("layer", "layer", "the layer; all by default", optional=True)
 SOME_HEAD = Field("head", "head", "the head; all by default", optional=True)
 SOME_HEADS = Field("heads", "heads", "the heads, such as 0, 3; all by default", optional=True)
-BY = Field("by", "choice", "the replacement", default="zero", choices=("zero", "mean"))
+BY = Field("by", "choice", "what replaces the output", default="zero", choices=("zero", "mean"))
 POSITION = Field("pos", "pos", "the position, counted from 0 at the start of the prompt")
 STEP = Field("step", "step", "the step at whose start it acts")
 TOP_K = Field("top_k", "int", "the number of strongest keys per head", default=1)

@@ -67,9 +67,10 @@ def gate(lab, monkeypatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def page(browser, lab) -> Iterator[Page]:
-    """The page, entered with the token."""
+    """The page, entered with the token; a test leaves nothing in the console."""
     opened = Page(browser, lab)
     yield opened
+    opened.quiet()
     opened.fresh()
 
 

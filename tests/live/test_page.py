@@ -41,7 +41,6 @@ def test_a_prompt_is_shown_step_by_step_while_it_runs(page, lab, browser, gate, 
     assert browser.js("return document.documentElement.scrollWidth") <= width
     wide = "return [...document.querySelectorAll('body *')].filter(n => n.getBoundingClientRect().right > WIDTH + 1"
     assert browser.js(f"{wide.replace('WIDTH', str(width))} && !n.closest('.box, .flow, dialog')).map(n => n.id)") == []
-    page.quiet()
 
 
 def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, tiny_llada, plain):
@@ -77,7 +76,6 @@ def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, t
     browser.wait("return document.getElementById('compare').hidden")
     assert browser.js("return document.getElementById('show-B').disabled")
     browser.click("same")
-    page.quiet()
 
 
 def test_the_script_and_the_saved_page_reproduce_what_is_shown(page, browser, tmp_path, plain):
@@ -92,7 +90,6 @@ def test_the_script_and_the_saved_page_reproduce_what_is_shown(page, browser, tm
     saved = browser.driver.execute_async_script(
         "const [done] = arguments; fetch(document.getElementById('save-page').href).then(a => a.text()).then(done)"
     )
-    page.quiet()
     file = tmp_path / "run.html"
     file.write_text(saved)
     page.fresh()
@@ -196,7 +193,6 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
     page.compared()
     assert page.chips() == [f"Force a token: position {place}, token  15, from step 5 on"]
     assert f"ForceTokens(tokens={{{place}: {ids[1][0]}}}, steps=range(5, 24))" in page.python()
-    page.quiet()
 
 
 def test_everything_is_done_with_keys_alone(page, browser):
@@ -226,7 +222,6 @@ def test_everything_is_done_with_keys_alone(page, browser):
         "!n.getAttribute('aria-labelledby'))"
     )
     assert browser.js(f"return {nameless}.map(n => n.id || n.outerHTML)") == []
-    page.quiet()
 
 
 def test_a_menu_stays_open_while_its_figure_is_scrolled_into_view(page, browser):
@@ -241,7 +236,6 @@ def test_a_menu_stays_open_while_its_figure_is_scrolled_into_view(page, browser)
     assert browser.js("return document.activeElement.getAttribute('role')") == "menuitem"
     browser.js("document.body.dispatchEvent(new WheelEvent('wheel', {bubbles: true}))")
     assert browser.js("return document.getElementById('menu').hidden && document.activeElement.id") == "grid"
-    page.quiet()
 
 
 def test_a_second_model_and_attention_of_any_step_are_shown(page, browser, plain):
@@ -260,7 +254,6 @@ def test_a_second_model_and_attention_of_any_step_are_shown(page, browser, plain
     page.compared()
     assert "tiny-llama" in browser.text("side-B-title")
     assert browser.text("text-A") == plain.text
-    page.quiet()
 
 
 def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path, monkeypatch):

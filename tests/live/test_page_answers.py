@@ -22,7 +22,7 @@ def test_the_heads_of_a_layer_are_tried_and_listed_by_their_effect(page, browser
     run = page.ended("A")
     browser.choose("layer", 1)
     browser.wait("return document.getElementById('grid-readout').textContent.startsWith('layer 1')")
-    browser.js("document.querySelector('.card.grid .head .change:last-child').click()")
+    browser.js("document.querySelector('.head [aria-label$=\"heads… (m)\"]').click()")
     page.pick("Try the heads of layer 1 (zero)")
     browser.wait(f"return document.body.dataset.tried === '{run}/done'", 90)
     rows = browser.js(ROWS)
@@ -53,19 +53,17 @@ def test_the_heads_of_a_layer_are_tried_and_listed_by_their_effect(page, browser
     browser.driver.refresh()  # the trial is found again
     browser.wait(f"return document.body.dataset.tried === '{run}/done'")
     assert browser.js(ROWS) == rows
-    page.quiet()
 
 
 def test_the_sinks_of_all_heads_are_held_from_the_menu(page, browser, tiny_llada, plain):
     page.run()
-    browser.js("document.querySelector('.card.grid .head .change:last-child').click()")
+    browser.js("document.querySelector('.head [aria-label$=\"heads… (m)\"]').click()")
     page.pick("Hold the sinks of all heads still from step 0 on")
     page.compared()
     held = sinklens.generate(tiny_llada, PROMPT, hooks=[HoldSinks(at=0)])
     said = "Same answer" if held.text == plain.text else "The answer changed"
     assert f"B beside A: {said}" in browser.text("verdict")
     assert "hooks=[HoldSinks(at=0)]" in page.python()
-    page.quiet()
 
 
 def test_two_models_are_compared_in_words(browser, plain):

@@ -36,7 +36,6 @@ def test_a_run_is_stopped_and_its_finished_steps_remain(page, browser, gate, pla
     assert page.tokens() == [
         "░" if token in plain.sinks.special["mask"] else visible(words[token]) for token in entered
     ]
-    page.quiet()
 
 
 def test_paths_keys_and_token_ids_are_chosen_by_pointing(page, browser, tiny_llada, plain):
@@ -78,7 +77,6 @@ def test_paths_keys_and_token_ids_are_chosen_by_pointing(page, browser, tiny_lla
     script = page.python()
     for source in ("HoldSinks(at=0", "FreezePattern(at=0", "HideKeys(layers=[1], heads=[0], positions=[3])"):
         assert source in script
-    page.quiet()
 
 
 def test_a_change_that_the_lab_refuses_has_the_reason_beside_it(page, browser):
@@ -95,4 +93,3 @@ def test_a_change_that_the_lab_refuses_has_the_reason_beside_it(page, browser):
     page.without_changes()
     assert browser.js("return document.querySelector('#chips .bad')") is None
     assert len(browser.complaints_until("status of 422")) == 1
-    page.quiet()

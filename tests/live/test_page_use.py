@@ -1,7 +1,7 @@
 """The page in use: the first visit, what a failed request leaves, the history, links, sizes and colors of text."""
 
 import pytest
-from lab_page import shown_at_end, visited
+from lab_page import MENU, shown_at_end, visited
 
 import sinklens
 from sinklens.errors import SinklensError
@@ -9,6 +9,7 @@ from sinklens.live import reading
 
 pytestmark = pytest.mark.browser
 TOKENS = "[...document.querySelectorAll('#tokens .tok')]"
+BUTTONS = "[...document.querySelectorAll('button')].filter(n => n.checkVisibility())"
 ROWS = "document.querySelectorAll('#history li')"
 
 # Texts that are smaller than 12.5 px or have a contrast below 4.5 : 1, by the formula of WCAG 2; disabled controls and
@@ -58,6 +59,14 @@ def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, bro
         page.go_to(9)
         browser.js("document.querySelector('#chips input').click()")  # off, which is grey
         assert browser.js(UNREADABLE) == []
+        names = browser.js(
+            f"return {BUTTONS}.filter(n => !n.closest('li')).map(n => n.ariaLabel || n.textContent.trim())"
+        )
+        assert sorted(names) == sorted(set(names)), "no two buttons have one name"
+        primary = "filter(n => getComputedStyle(n).backgroundColor === getComputedStyle(document.body).color)"
+        assert browser.js(f"return {BUTTONS}.{primary}.map(n => n.id)") == ["run"]
+        browser.click("form-fold")
+        assert browser.js(f"return {BUTTONS}.{primary}.map(n => n.id)") == ["run-b"]
         fonts = browser.js(
             "return ['grid', 'heat', 'path'].map((id) => document.getElementById(id).getContext('2d').font)"
         )
@@ -69,7 +78,6 @@ def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, bro
                 "const box = document.getElementById('step').getBoundingClientRect(); return [box.top, box.bottom]"
             )
             assert 0 <= top < bottom <= 80, "the slider stays in sight on a phone"
-        page.quiet()
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
@@ -164,7 +172,6 @@ def test_the_history_can_be_filtered_and_undone(page, browser):
     browser.js(f"{newest}.querySelector('button').click()")
     assert "by mean" in browser.js(f"return {newest}.textContent")
     assert browser.js(f"return {ROWS}.length") == before
-    page.quiet()
 
 
 def test_colors_layers_and_files_are_offered(page, browser, tiny_llada, plain):
@@ -189,9 +196,13 @@ def test_colors_layers_and_files_are_offered(page, browser, tiny_llada, plain):
         "HTMLAnchorElement.prototype.click = function () { last.then((text) => saved.push([this.download, text])); }; "
         "document.querySelectorAll('.save').forEach(node => node.click())"
     )
-    count = browser.js("return document.querySelectorAll('.save').length")
-    saved = dict(browser.wait(f"return saved.length >= {count} && saved"))
+    tables = browser.js("return document.querySelectorAll('.save').length")
+    figures = ["Heads", "Step by position", "Path of the strongest key", "Attention"]
+    for figure in figures:
+        browser.click("save-picture")
+        assert browser.js(MENU) == figures
+        page.pick(figure)
+    saved = dict(browser.wait(f"return saved.length === {tables + len(figures)} && saved"))
     (layers,) = [text for name, text in saved.items() if "layers" in name]
     assert layers.splitlines()[0] == "layer," + ",".join(map(str, range(24)))
-    assert all(text.startswith("\ufffdPNG") for name, text in saved.items() if name.endswith(".png") and text)
-    page.quiet()
+    assert sum(text.startswith("\ufffdPNG") for text in saved.values()) == len(figures)

@@ -130,8 +130,8 @@ function fold(name, on) {
 
 function drawFolds() {
   const { model, prompt, seed } = summaryOf(lab.A), on = lab.chips.filter((chip) => chip.on);
-  byId("form-fold").textContent = byId("form").classList.contains("folded") ? "New run" : "Fold";
-  byId("changes-fold").textContent = byId("changes").classList.contains("folded") ? "Edit" : "Fold";
+  byId("form-fold").textContent = byId("form").classList.contains("folded") ? "New run" : "Hide form";
+  byId("changes-fold").textContent = byId("changes").classList.contains("folded") ? "Edit changes" : "Hide changes";
   byId("form-said").textContent = model ? `${model} · ${prompt || ""} · seed ${seed ?? 0}` : "";
   byId("changes-said").textContent = on.length ? on.map(saidOf).join("; ") : "none; click a head, a token or a pattern to add one";
 }

@@ -1,7 +1,7 @@
-// Figures as PNG files and tables as CSV files, as they are on the page.
+// Figures as PNG files, from one menu, and tables as CSV files, as they are on the page.
 
-const FIGURES = [["grid", "heads"], ["heat", "steps-by-positions"], ["path", "path"], ["pattern", "attention"], ["change", "a-beside-b"]];
-const TABLES = [["change-table", "change-per-step"], ["places", "positions-that-differ"], ["lens-table", "layers"]];
+const FIGURES = [["grid", "Heads"], ["heat", "Step by position"], ["path", "Path of the strongest key"], ["pattern", "Attention"], ["change", "A beside B"]];
+const TABLES = [["change-table", "steps"], ["places", "positions"], ["lens-table", "layers"]];
 
 function saveFile(blob, name) {
   const link = make("a");
@@ -14,13 +14,13 @@ function saveFile(blob, name) {
 const nameOfFile = (what, kind) => `sinklens-${what}-${[lab.A, lab.B].filter(Boolean).join("-")}.${kind}`;
 
 // A figure on the color of its card; a transparent one cannot be read on a dark page.
-function saveFigure(canvas, what) {
+function saveFigure(canvas, title) {
   const copy = make("canvas"), brush = copy.getContext("2d");
   Object.assign(copy, { width: canvas.width, height: canvas.height });
   brush.fillStyle = inkOf("card");
   brush.fillRect(0, 0, copy.width, copy.height);
   brush.drawImage(canvas, 0, 0);
-  copy.toBlob((blob) => saveFile(blob, nameOfFile(what, "png")));
+  copy.toBlob((blob) => saveFile(blob, nameOfFile(title.toLowerCase().replaceAll(" ", "-"), "png")));
 }
 
 // A text in CSV; one that a spreadsheet would run as a formula is quoted as text.
@@ -33,18 +33,20 @@ function trialRows() {
   return [names, ...heads.map((entry) => names.map((name) => entry[name]))];
 }
 
-function listenExport() {
-  for (const [id, what] of FIGURES) {
-    const node = button("Save PNG", `Save this figure as a PNG file: ${what}`, () => saveFigure(byId(id), what));
-    node.classList.add("save");
-    byId(id).parentElement.after(node);
-  }
-  for (const [id, what] of TABLES) {
-    const node = button("Save CSV", `Save this table as a CSV file: ${what}`, () => saveRows([...byId(id).rows].map((row) => [...row.cells].map((cell) => cell.textContent)), what));
-    node.classList.add("save");
-    byId(id).parentElement.before(node);
-  }
-  const node = button("Save CSV", "Save the effects of all heads tried as a CSV file", () => saveRows(trialRows(), "heads-tried"));
+function saveButton(what, rows) {
+  const text = `Save ${what} as CSV`, node = button(text, text, () => saveRows(rows(), what));
   node.classList.add("save");
-  byId("trial").append(node);
+  return node;
+}
+
+function listenExport() {
+  byId("save-picture").addEventListener("click", (event) => {
+    const there = FIGURES.filter(([id]) => byId(id).checkVisibility());
+    openMenu(...placeOf(event, byId("save-picture")), "As a PNG file", there.map(([id, title]) => [title, () => saveFigure(byId(id), title)]));
+  });
+  for (const [id, what] of TABLES) {
+    const rows = () => [...byId(id).rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    byId(id).parentElement.before(saveButton(what, rows));
+  }
+  byId("trial").append(saveButton("heads", trialRows));
 }

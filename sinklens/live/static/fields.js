@@ -10,16 +10,23 @@ function fieldKind({ type, choices }) {
   return { steps: "steps", bool: "yes", heads: "heads" }[type] || "text";
 }
 
-// A labeled input; `read()` returns its value, null if it is empty.
+const NAMES = { pos: "Position", by: "Replace by", from_step: "Keep from step", top_k: "Strongest keys" };
+const inWords = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+// A text in which `code` stands in backticks, as nodes.
+const coded = (text) => text.split(/`+/).map((part, at) => (at % 2 ? make("code", part) : part));
+
+// A label, its input, and a hint; `read()` returns the value, null if it is empty.
 function field(given, value, last) {
-  const box = make("div", undefined, "field"), label = make("label", given.label || { pos: "position" }[given.name] || given.name.replaceAll("_", " ")), kind = fieldKind(given);
+  const box = make("div", undefined, "field"), label = make("label", given.label || NAMES[given.name] || inWords(given.name)), kind = fieldKind(given), holder = make("span", undefined, "inputs");
   const id = `field-${fieldCount++}`, [inputs, read] = makers[kind](given, value, last);
   inputs[0].id = id;
   label.htmlFor = id;
-  label.append(...inputs);
-  box.append(label);
-  if (given.help) {
-    const help = make("span", given.help, "help");
+  holder.append(...inputs);
+  box.append(label, holder);
+  if (given.help && given.help !== `the ${given.name}`) {
+    const help = make("span", undefined, "help");
+    write(help, ...coded(given.help));
     help.id = `${id}-help`;
     inputs.forEach((input) => input.setAttribute("aria-describedby", help.id));
     box.append(help);

@@ -1,12 +1,21 @@
 // The form of a run: model, prompt, seed, sampler settings.
 
+// What the settings that most samplers have are called on the page; the hint gives the name of the argument.
+const SETTINGS = {
+  gen_length: "Answer length", block_length: "Block length", temperature: "Temperature", cfg_scale: "Guidance scale",
+  confidence_dtype: "Precision", remasking: "What stays masked", threshold: "Confidence threshold", factor: "Factor rule",
+  by_quota: "Keep to the schedule", stop_at_eos: "Stop at the end token", logits_eos_inf: "No end tokens",
+  confidence_eos_eot_inf: "End tokens last", top_p: "Nucleus (top p)", top_k: "Most likely tokens (top k)",
+  alg: "Order of commits", alg_temp: "Temperature of the order", eps: "Last time", cache: "Cache policy",
+};
+
 const formFields = { list: [], usual: new Map(), run: [] };
 
 function fillModels() {
   const names = lab.session.models.map(({ name }) => name);
   write(byId("model-name"), ...names.map((name) => option(name, name)));
   write(byId("model-b"), option("", "as A"), ...names.map((name) => option(name, name)));
-  byId("model-b").closest("label").hidden = names.length < 2;
+  byId("model-b").closest(".field").hidden = names.length < 2;
   write(byId("task"), ...lab.session.tasks.map(({ name }) => option(name, name)));
   byId("source").querySelector("[value=task]").disabled = !lab.session.tasks.length;
   fillSettings();
@@ -14,13 +23,15 @@ function fillModels() {
 
 const chosenModel = () => lab.session.models.find(({ name }) => name === byId("model-name").value);
 
+const settingField = (one, value) => field({ ...one, label: SETTINGS[one.name], help: `\`${one.name}\`: ${one.help}` }, value);
+
 // One input per setting of the model's sampler, with its meaning.
 function fillSettings(given = {}, sampler = null, request = {}) {
   const model = chosenModel(), { sampler: usual, samplers = [], fields, of = {}, run = [], modes = {} } = lab.session.settings[model.name];
   const name = sampler || usual, list = of[name] || fields;
-  formFields.list = list.map((one) => field(one, given[one.name]));
+  formFields.list = list.map((one) => settingField(one, given[one.name]));
   formFields.usual = new Map(list.map((one) => [one.name, one.default ?? null]));
-  formFields.run = run.map((one) => field(one, request[one.name]));
+  formFields.run = run.map((one) => settingField(one, request[one.name]));
   const boxes = [...formFields.list, ...formFields.run].map(({ box }) => box);
   formFields.sampler = samplers.length > 1 ? samplerField(samplers, name, modes) : null;
   if (formFields.sampler) {
@@ -79,7 +90,7 @@ function drawForm() {
   const source = byId("source").value, different = Object.entries({ ...changedSettings(), ...ofRun() }).filter(([, value]) => value !== null);
   byId("task-choice").hidden = source !== "task";
   byId("prompt").readOnly = source === "task";
-  byId("prompt-label").firstChild.textContent = source === "ids" ? "Token ids " : "Prompt ";
+  byId("prompt-label").textContent = source === "ids" ? "Token ids" : "Prompt";
   byId("settings-said").textContent = different.length ? different.map(([name, value]) => `${name} ${value}`).join(", ") : "(defaults)";
 }
 

@@ -70,7 +70,7 @@ function drawTools() {
   if (ready) save.href = addressOf(`/api/runs/${shownId()}/page`);
   else save.removeAttribute("href");
   save.setAttribute("aria-disabled", String(!ready));
-  byId("copy-python").disabled = !lab.A;
+  byId("copy-python").disabled = byId("save-picture").disabled = !lab.A;
 }
 
 const KEYS = [

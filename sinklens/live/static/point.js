@@ -146,8 +146,8 @@ function keyMenu(act) {
   };
 }
 
-function changeButton(card, act) {
-  const node = button("Change…", "Change the run here (m)", act);
+function changeButton(card, text, act) {
+  const node = button(text, `${text} (m)`, act);
   node.classList.add("change");
   document.querySelector(`.card.${card} .head`).append(node);
 }
@@ -171,9 +171,9 @@ function listenPoints() {
   byId("path").addEventListener("dblclick", (event) => { const head = nearestPath(event); if (head) choose(...head); });
   byId("pattern").addEventListener("click", (event) => { if (shown.map) positionMenu(event, keyOf(event), byId("pattern")); });
   byId("pattern").addEventListener("keydown", keyMenu(() => positionMenu(null, view.position ?? 0, byId("pattern"))));
-  changeButton("grid", (event) => headMenu(event));
-  changeButton("canvas", (event) => positionMenu(event, view.position ?? info.prompt_positions));
-  changeButton("path", (event) => pathMenu(event));
+  changeButton("grid", "Change heads…", (event) => headMenu(event));
+  changeButton("canvas", "Change position…", (event) => positionMenu(event, view.position ?? info.prompt_positions));
+  changeButton("path", "Change path…", (event) => pathMenu(event));
   byId("path-readout").textContent = "Hover over a step. Double-click a gray path to choose its head.";
   listenRange();
 }

@@ -81,7 +81,7 @@ function trialSaid(trial) {
 
 function drawTrial() {
   const trial = trialNow(), on = Boolean(trial) && byId("grid-color").value === "effect", byPlace = new Map((trial ? trial.heads : []).map((entry) => [`${entry.layer}/${entry.head}`, entry]));
-  byId("trial").hidden = byId("trial-list").hidden = !trial;
+  byId("trial").hidden = byId("grid-color-row").hidden = !trial;
   byId("try-heads").disabled = !lab.A || isActive(lab.A) || (trial && trial.status === "running");
   const at = (layer, head) => byPlace.get(`${layer}/${head}`);
   grid.other = !on ? null : {
@@ -118,8 +118,8 @@ function allHeadItems() {
 function listenTrial() {
   const card = document.querySelector(".card.grid");
   card.querySelector(".head p").id = "grid-said";
-  card.querySelector(".box").before(byId("trial"));
-  card.append(byId("trial-list"));
+  card.querySelector(".head").append(byId("grid-color-row"));
+  card.after(byId("trial"));
   const tryAll = button("Try every head", "Ablate each head of run A in turn, and list what changes", () => tryHeads());
   tryAll.id = "try-heads";
   tryAll.classList.add("change");
