@@ -200,24 +200,24 @@ class LabApp:
         return JSONResponse(await self._read(reading.lens, run, pos))
 
     async def compare(self, request: Request) -> Response:
-        """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
+        """Two runs beside each other; with ``kl=0`` without the divergences, which take passes for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
         runs = [self._session.outcome(run) for run in ids]
         specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
         found = await asyncio.to_thread(comparing.differences, *outcomes)
-        why, divergence = comparing.why_not(specs, outcomes), None
+        why, (kl, free) = comparing.why_not(specs, outcomes), (None, None)
         if why is None and request.query_params.get("kl") != "0":
 
             def compute() -> Any:
                 model, _ = map(self._session.model_of, ids)
-                return comparing.divergence(specs, outcomes, model)
+                return comparing.divergences(specs, outcomes, model)
 
             try:
-                divergence = await self._computed(("kl", *ids), compute)
+                kl, free = await self._computed(("kl", *ids), compute)
             except (SinklensError, Refused) as error:
                 why = str(error)
         right = [self._session.run(run).facts.get("right") for run in ids]
-        return JSONResponse(found | {"kl": divergence, "kl_why": why, "right": right})
+        return JSONResponse(found | {"kl": kl, "kl_free": free, "kl_why": why, "right": right})
 
     async def python(self, request: Request) -> Response:
         """The script that repeats a run, or two."""

@@ -166,13 +166,13 @@ CHIPS: dict[str, ChipKind] = {
         lambda chip: Expression("AblateMLPs", _places(chip)),
     ),
     "mask_head_sinks": ChipKind(
-        "Mask a head's sinks",
+        "Mask a head's strongest keys",
         "At each step, hide from the head the keys that were its strongest at the step before.",
         (LAYER, HEAD, TOP_K, STEPS),
         lambda chip: Expression("MaskSinks", _places(chip) | {"top_k": chip["top_k"]}),
     ),
     "mask_sinks": ChipKind(
-        "Mask all sinks",
+        "Mask the strongest keys of all heads",
         "At each step, hide from every head the keys that were its strongest at the step before.",
         (TOP_K, STEPS),
         lambda chip: Expression("MaskSinks", _places(chip) | {"top_k": chip["top_k"]}),

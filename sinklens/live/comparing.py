@@ -4,10 +4,11 @@ Everything but the KL divergence is read from the runs as they were kept. The di
 keeps; both runs are repeated on their own canvases for them.
 
 Caveat: two free runs work on different canvases after the first difference, and their divergence then includes its
-consequences. For the effect of a change on each step alone, let the second run replay the first.
+consequences. So it is also measured on the canvases of the first run, where each step shows its own change alone.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,22 +82,27 @@ def why_not(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome]) -> str | N
     return None
 
 
-def divergence(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: "Model") -> list[float | None]:
+def divergences(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: "Model") -> list[list[float | None]]:
     """Mean KL divergence per step in nats, of the second run's distributions from the first's.
 
-    See `experiments.compare`. None at steps without a position that is undecided in both, and at steps left out because
-    the logits of all would need more than `ROOM` bytes.
+    First with the changes of the second run on the canvases of the first, then with each run on its own canvases. See
+    `experiments.compare`. None at steps without a position that is undecided in both, and at steps left out because the
+    logits of all would need more than `ROOM` bytes.
     """
     steps = min(outcome.steps for outcome in outcomes)
-    chosen = fitting(outcomes, model, steps, len(outcomes))
-    kept = [MaskedLogits(steps=chosen) for _ in specs]
-    first, second = [
+    changed = replace(specs[0], chips=specs[1].chips)
+    repeats = ((specs[0], outcomes[0]), (changed, outcomes[0]), (specs[1], outcomes[1]))
+    chosen = fitting(outcomes, model, steps, len(repeats))
+    kept = [MaskedLogits(steps=chosen) for _ in repeats]
+    first, *others = [
         repeat(spec, model, outcome, steps=max(chosen) + 1, extra=[logits])
-        for spec, outcome, logits in zip(specs, outcomes, kept, strict=True)
+        for (spec, outcome), logits in zip(repeats, kept, strict=True)
     ]
-    found = compare(first, second, kept[0].kept, kept[1].kept, edited=True)["kl"].to_numpy()[0]
-    listed = [None if np.isnan(value) else float(value) for value in found]
-    return listed + [None] * (steps - len(listed))
+    found = [
+        compare(first, other, kept[0].kept, logits.kept, edited=True)["kl"].to_numpy()[0]
+        for other, logits in zip(others, kept[1:], strict=True)
+    ]
+    return [[None if np.isnan(value) else float(value) for value in one] + [None] * (steps - len(one)) for one in found]
 
 
 def fitting(outcomes: Sequence[RunOutcome], model: "Model", steps: int, rows: int) -> list[int]:

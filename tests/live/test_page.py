@@ -48,7 +48,7 @@ def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, t
     browser.choose("scope", "range")
     for name, step in (("scope-to", 20), ("scope-from", 2)):
         browser.js(
-            f"const n = document.getElementById('{name}'); n.value = {step}; n.dispatchEvent(new Event('input'))"
+            f"const n = document.getElementById('{name}'); n.value = {step}; n.dispatchEvent(new Event('change'))"
         )
     page.choose_head(0, 4, "(zero)")
     page.compared()
@@ -62,15 +62,18 @@ def test_a_head_is_ablated_by_a_click_and_the_runs_are_compared(page, browser, t
     first = (plain.canvas[0] != changed.canvas[0]).any(-1).nonzero().flatten()[0]
     assert f"first differ at step {first}." in browser.text("compare-text")
 
+    found = effect(tiny_llada, PROMPT, hooks)
+    cells = browser.js(
+        "return [...document.querySelectorAll('#change-table tbody tr')]"
+        ".map(r => [1, 2].map(n => r.cells[n].textContent.replace('–', 'nan')))"
+    )
+    expected = np.stack([found.under_replay.kl.values[0], found.free_running.kl.values[0]], axis=1)
+    np.testing.assert_allclose(np.array(cells, dtype=float), expected, rtol=0.01, atol=1e-6)
     browser.choose("scope", "all")
     browser.click("same")
     page.compared()
-    expected = effect(tiny_llada, PROMPT, hooks).under_replay.kl.values[0]
-    cells = browser.js(
-        "return [...document.querySelectorAll('#change-table tbody tr')].map(r => r.cells[1].textContent)"
-    )
-    np.testing.assert_allclose([float(cell) for cell in cells], expected, rtol=0.01, atol=1e-6)
-    assert "on the canvases of A" in browser.text("compare-text")
+    assert "B runs on the canvases of A" in browser.text("compare-text")
+    assert "free-running" not in browser.text("verdict")
 
     browser.js("document.querySelector('#chips input').click()")  # switched off
     browser.wait("return document.getElementById('compare').hidden")
@@ -168,6 +171,7 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
     page.without_changes()
     page.ended("A")
     page.go_to(5)
+    browser.choose("scope", "on")
     place = at + 4
     browser.js(f"document.querySelector('#tokens .tok[data-at=\"{place}\"]').click()")
     page.pick("Force a token here, from step 5 on")
@@ -202,14 +206,14 @@ def test_everything_is_done_with_keys_alone(page, browser):
     press = lambda *keys: ActionChains(browser.driver).send_keys(*keys).perform()  # noqa: E731
     browser.js("document.activeElement.blur()")
     press("?")
-    assert browser.js("return document.getElementById('help').open")
+    assert browser.js("return document.getElementById('help').open && !document.querySelector(':modal')")
     press(Keys.ESCAPE)
     browser.wait("return !document.getElementById('help').open && !document.activeElement.closest('dialog')")
     press("g", Keys.ARROW_RIGHT, Keys.ENTER)
     layer, head = (browser.js(f"return document.getElementById('{name}').value") for name in ("layer", "head"))
     press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)  # the third entry
     page.compared()
-    assert page.chips() == [f"Mask a head's sinks: layer {layer}, head {head}, top 1, all steps"]
+    assert page.chips() == [f"Mask a head's strongest keys: layer {layer}, head {head}, top 1, all steps"]
     press("x")
     page.ended("A")
     press("t", Keys.ARROW_RIGHT, "m")

@@ -45,7 +45,7 @@ return found;
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [390, 1280])
 def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, browser, scheme, width):
     features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}  # no color is on its way to another
     emulated = {"features": [{"name": name, "value": value} for name, value in features.items()]}
@@ -59,6 +59,7 @@ def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, bro
         page.go_to(9)
         browser.js("document.querySelector('#chips input').click()")  # off, which is grey
         assert browser.js(UNREADABLE) == []
+        assert browser.js("return document.documentElement.scrollWidth") <= width
         names = browser.js(
             f"return {BUTTONS}.filter(n => !n.closest('li')).map(n => n.ariaLabel || n.textContent.trim())"
         )
@@ -72,7 +73,7 @@ def test_text_is_large_and_dark_enough_to_read_and_the_slider_in_sight(page, bro
         )
         assert all(float(font.split("px")[0]) >= 12.5 for font in fonts)
         browser.size(width, 700)
-        for place in ("path", "attention", "history") if width == 360 else ():
+        for place in ("path", "attention", "history") if width == 390 else ():
             browser.js(f"document.getElementById('{place}').scrollIntoView()")
             top, bottom = browser.js(
                 "const box = document.getElementById('step').getBoundingClientRect(); return [box.top, box.bottom]"

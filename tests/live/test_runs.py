@@ -206,8 +206,8 @@ def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada,
     assert found["cells"] == differs
     assert found["first_difference"] == differs[0][0]
     assert found["texts"] == [run.text for run in runs]
-    assert max(value for value in found["kl"] if value is not None) > 0.01
-    for step, value in enumerate(found["kl"]):
+    assert max(value for value in found["kl_free"] if value is not None) > 0.01
+    for step, value in enumerate(found["kl_free"]):
         both = runs[0].undecided[0, step] & runs[1].undecided[0, step]
         if not bool(both.any()):
             assert value is None
@@ -316,8 +316,10 @@ def test_everything_about_a_canvas_model_is_answered():
             found = client.get(f"/api/runs/{runs[-1]}/proposals", step=0, pos=length + 3)
             assert (found["confidence"], found["proposals"][0]["id"]) == (None, recorded.canvas[0, 1, length + 3])
         expected = effect(model, PROMPT, ABLATED)
-        kl = np.array(client.get("/api/compare", a=runs[0], b=runs[1])["kl"], dtype=float)
-        np.testing.assert_allclose(kl, expected.free_running.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
+        compared = client.get("/api/compare", a=runs[0], b=runs[1])
+        for name, change in (("kl", expected.under_replay), ("kl_free", expected.free_running)):
+            kl = np.array(compared[name], dtype=float)
+            np.testing.assert_allclose(kl, change.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
         for path, status in (("page", 200), ("certainty", 200), ("lens?pos=3", 400)):
             assert client.http.get(f"/api/runs/{runs[0]}/{path}").status_code == status
         assert tried(runs[0])["heads"][5]["kl"] == pytest.approx(

@@ -14,12 +14,12 @@ function started() {
 
 // null: all steps; otherwise the first and the last one.
 function scopeSteps() {
-  const now = run ? info.steps[view.step] : 0, standing = run && now > 0 && now < lastStep();
-  return { auto: () => (standing ? [now, lastStep()] : null), all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
+  const now = run ? info.steps[view.step] : 0;
+  return { all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
 }
 
-// The step that is kept in later ones: the step shown, but none follows the last, where a run that has ended is shown.
-const firstKept = () => (run && view.step < T - 1 ? info.steps[view.step] : 0);
+// The step that is kept in later ones: the first of those chosen, but none follows the last.
+const firstKept = () => { const [first] = scopeSteps() ?? [0]; return first < lastStep() ? first : 0; };
 
 function fillScope() {
   for (const name of ["scope-from", "scope-to"]) byId(name).max = lastStep();
@@ -30,13 +30,13 @@ function fillScope() {
 function drawScope() {
   const range = byId("scope").value === "range", steps = scopeSteps();
   byId("scope-range").hidden = !range;
-  byId("scope-said").textContent = stepsSaid(steps);
+  byId("scope-said").textContent = ["one", "on"].includes(byId("scope").value) ? stepsSaid(steps) : "";
 }
 
 function setRange(from, to) {
   byId("scope").value = "range";
-  byId("scope-from").value = Math.min(from, to);
-  byId("scope-to").value = Math.max(from, to);
+  byId("scope-from").value = clamp(Math.min(from, to), 0, lastStep());
+  byId("scope-to").value = clamp(Math.max(from, to), 0, lastStep());
   drawScope();
 }
 
@@ -47,7 +47,7 @@ function newChip(kind, given = {}) {
   const steps = scopeSteps(), chip = { id: newId(), on: true, kind };
   for (const { name, default: usual } of kindOf(kind).fields) chip[name] = usual ?? null;
   if ("steps" in chip) chip.steps = steps;
-  if ("from_step" in chip) chip.from_step = steps && steps[0] < lastStep() ? steps[0] : firstKept();
+  if ("from_step" in chip) chip.from_step = firstKept();
   if ("step" in chip) chip.step = run ? info.steps[view.step] : 0;
   for (const part of ["layer", "head"]) if (part in chip && chosen()[part] !== ALL) chip[part] = chosen()[part];
   if ("pos" in chip && view.position !== null) chip.pos = view.position;
@@ -148,7 +148,7 @@ function editChip(chip, done = replaceChip) {
   write(byId("chip-fields"), help && make("p", help, "soft"), ...list.map(({ box }) => box));
   write(byId("token-choices"));
   const asked = list.find(({ name }) => name === "token"), choice = asked && offerTokens(asked, () => Number(list.find(({ name }) => name === "pos").read()));
-  openDialog(async () => {
+  askForChange(async () => {
     const values = await Promise.all(list.map(async ({ name, read }) => [name, name === "token" ? await choice() : read()]));
     started();
     done({ ...chip, ...Object.fromEntries(values) });
@@ -190,7 +190,7 @@ function offerTokens({ box, read }, position) {
 }
 
 // Shows the dialog of a change. It closes when `save` succeeds, and otherwise says why it failed.
-function openDialog(save) {
+function askForChange(save) {
   byId("chip-trouble").textContent = "";
   byId("chip-form").onsubmit = async (event) => {
     event.preventDefault();
@@ -201,7 +201,7 @@ function openDialog(save) {
       byId("chip-trouble").textContent = String(error.message || error);
     }
   };
-  byId("chip-dialog").showModal();
+  openDialog("chip-dialog");
   byId("chip-fields").querySelector("[data-name=token] input")?.focus(); // its position is known
 }
 
@@ -216,8 +216,7 @@ function listenChips() {
   byId("add-chip").addEventListener("click", () => editChip(newChip(byId("add-kind").value)));
   byId("chip-cancel").addEventListener("click", () => byId("chip-dialog").close());
   byId("scope").addEventListener("change", drawScope);
-  byId("scope-from").addEventListener("input", (event) => { event.target.value = Math.min(Number(event.target.value), Number(byId("scope-to").value)); drawScope(); });
-  byId("scope-to").addEventListener("input", (event) => { event.target.value = Math.max(Number(event.target.value), Number(byId("scope-from").value)); drawScope(); });
+  for (const name of ["scope-from", "scope-to"]) byId(name).addEventListener("change", () => setRange(Number(byId("scope-from").value), Number(byId("scope-to").value)));
   for (const name of ["same", "model-b"]) byId(name).addEventListener("change", changed);
   byId("auto").addEventListener("change", () => keep());
   byId("run-b").addEventListener("click", attempt(runB));

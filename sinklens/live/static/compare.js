@@ -54,8 +54,8 @@ function notCompared(error) {
 // The KL divergence takes a pass for every step, so it arrives later.
 const addDivergence = attempt(async (pair, A, B) => {
   if (lab.pair !== pair || lab.A !== A || lab.B !== B) return;
-  const { kl, kl_why } = await askJson(`/api/compare?a=${A}&b=${B}`).catch((error) => ({ kl: null, kl_why: `KL cannot be measured: ${error.message}` }));
-  Object.assign(pair, { kl, kl_why, measuring: false });
+  const { kl, kl_free, kl_why } = await askJson(`/api/compare?a=${A}&b=${B}`).catch((error) => ({ kl: null, kl_free: null, kl_why: `KL cannot be measured: ${error.message}` }));
+  Object.assign(pair, { kl, kl_free, kl_why, measuring: false });
   if (lab.pair !== pair) return;
   drawCompare();
   drawVerdict();
@@ -81,7 +81,7 @@ function drawSide(slot, of, pair) {
   const text = pair.texts[slot === "A" ? 0 : 1] ?? "", opposite = pair.texts[slot === "A" ? 1 : 0] ?? "";
   const right = pair.right && pair.right[slot === "A" ? 0 : 1], summary = summaryOf(of.id);
   const title = byId(`side-${slot}-title`);
-  write(title, `Run ${slot}`, summary.model ? `, ${summary.model}` : "", right === null || right === undefined ? "" : make("span", right ? " ✓ right" : " ✗ wrong", "verdict"));
+  write(title, `Run ${slot}`, summary.model ? `, ${summary.model}` : "", right === null || right === undefined ? "" : make("span", right ? " ✓ right" : " ✗ wrong", "judged"));
   write(byId(`text-${slot}`), ...differingParts(text, opposite));
   const flow = make("div", undefined, "flow"), step = lastText(view.step, of);
   for (let pos = of.info.prompt_positions; pos < of.info.positions; pos++) {
@@ -109,13 +109,29 @@ function drawCompare() {
   const { first_difference: first, kl, kl_why: why } = pair, known = (kl || []).filter((value) => value !== null);
   const said = pair.texts[0] === pair.texts[1] ? "The answers are the same." : "The answers differ.";
   const canvases = first === null || first === undefined ? " The canvases are the same at every step." : ` The canvases first differ at step ${first}.`;
-  const most = known.length ? ` The largest KL is ${short(Math.max(...known))} nats, at step ${kl.indexOf(Math.max(...known))}.` : why ? ` ${why}` : pair.measuring ? " KL is being measured…" : "";
+  const most = known.length ? ` The largest KL on A's canvases is ${small(Math.max(...known))} nats, at step ${kl.indexOf(Math.max(...known))}.` : why ? ` ${why}` : pair.measuring ? " KL is being measured…" : "";
   byId("compare-text").textContent = said + canvases + most + (summaryOf(lab.B).replay ? " B runs on the canvases of A." : "");
   drawChange();
   fillTable();
 }
 
-// ---- the change at each step: KL above, share of moved sinks below
+// ---- the change at each step: KL on a log scale above, share of moved sinks below
+
+const ON_A = "KL on A's canvases (nats, log scale)", FREE = "KL free-running (nats, log scale)";
+// The divergences of a pair; a run that replays A has no other canvases.
+const divergencesOf = ({ kl, kl_free: free, kl_why: why }) => (why ? [] : [[ON_A, kl || []], ...(summaryOf(lab.B).replay ? [] : [[FREE, free || []]])]);
+const SMALLEST = 1e-6; // of the largest bar on a log scale
+
+// Heights from 0 to 1 and the labels of both ends, linear or, for divergences, on one log scale.
+function linearScale(values) {
+  const peak = Math.max(1e-9, ...values.map((value) => value ?? 0));
+  return { height: (value) => value / peak, labels: ["0", short(peak <= 1e-9 ? 0 : peak)] };
+}
+
+function logScale(values) {
+  const known = values.filter((value) => value > 0), peak = Math.max(1e-9, ...known), low = Math.max(SMALLEST * peak, Math.min(peak, ...known) / 2);
+  return { height: (value) => (value > 0 ? clamp(Math.log(value / low) / Math.log(peak / low), 0.01, 1) : 0), labels: [small(low), small(peak)] };
+}
 
 // Heads of two models with the same number have nothing in common.
 const movedOf = (pair) => (twoModels() ? [] : pair.sinks_moved || []);
@@ -124,15 +140,15 @@ const change = { left: 46, top: 16, high: 64, gap: 26, bottom: 22 };
 const cellsAt = (step) => lab.pair.cells.filter(([at]) => at === step).length;
 
 function drawChange() {
-  const { pair } = lab, kl = pair.kl || [], moved = movedOf(pair), n = Math.max(kl.length, Math.min(pair.a.info.steps.length, pair.b.info.steps.length)), canvas = byId("change");
+  const { pair } = lab, kls = divergencesOf(pair), moved = movedOf(pair), n = Math.min(pair.a.info.steps.length, pair.b.info.steps.length), canvas = byId("change");
   const differing = Array.from({ length: n }, (_, step) => cellsAt(step));
   const second = twoModels() ? ["cells that differ", differing] : ["sinks moved", moved];
-  const rows = [...(pair.kl_why ? [] : [["KL (nats)", kl]]), second].map(([name, values]) => [name, values, Math.max(1e-9, ...values.map((value) => value ?? 0))]);
+  const log = logScale(kls.flatMap(([, values]) => values)), rows = [...kls.map((row) => [...row, log]), [...second, linearScale(second[1])]];
   change.width = Math.max(120, Math.min(900, widthOf(canvas) - change.left - 12));
   change.steps = n;
   const high = rows.length * (change.high + change.gap) - change.gap;
   const brush = sized(canvas, change.left + change.width + 12, change.top + high + change.bottom);
-  rows.forEach(([name, values, peak], row) => drawBars(brush, name, values, peak, change.top + row * (change.high + change.gap), n));
+  rows.forEach(([name, values, scale], row) => drawBars(brush, name, values, scale, change.top + row * (change.high + change.gap), n));
   brush.textAlign = "center";
   brush.fillStyle = inkOf("soft");
   for (const step of ticks(n, change.width, 34)) brush.fillText(step, change.left + ((step + 0.5) * change.width) / n, change.top + high + 15);
@@ -143,27 +159,27 @@ function drawChange() {
   canvas.setAttribute("aria-label", `${byId("compare-text").textContent} The table below lists the numbers per step.`);
 }
 
-function drawBars(brush, name, values, peak, top, n) {
+function drawBars(brush, name, values, { height, labels }, top, n) {
   const wide = change.width / n;
   brush.fillStyle = inkOf("soft");
   brush.textAlign = "left";
   brush.fillText(name, change.left, top - 5);
   brush.textAlign = "right";
-  if (values.length) brush.fillText(short(peak <= 1e-9 ? 0 : peak), change.left - 6, top + 8);
-  brush.fillText("0", change.left - 6, top + change.high);
+  if (values.length) brush.fillText(labels[1], change.left - 6, top + 8);
+  brush.fillText(labels[0], change.left - 6, top + change.high);
   brush.fillRect(change.left, top + change.high, change.width, 1);
   brush.fillStyle = ramp().length ? `rgb(${ramp()[dark.matches ? 170 : 150].join(" ")})` : inkOf("ink");
   values.forEach((value, step) => {
-    if (value !== null) brush.fillRect(change.left + step * wide + 0.5, top + change.high * (1 - value / peak), Math.max(1, wide - 1), (change.high * value) / peak);
+    if (value !== null) brush.fillRect(change.left + step * wide + 0.5, top + change.high * (1 - height(value)), Math.max(1, wide - 1), change.high * height(value));
     else { brush.fillRect(change.left + (step + 0.5) * wide - 0.5, top + change.high - 5, 1, 5); }
   });
 }
 
 function fillTable() {
-  const { kl } = lab.pair, moved = movedOf(lab.pair);
+  const { kl, kl_free: free } = lab.pair, moved = movedOf(lab.pair);
   write(byId("change-table").tBodies[0], ...Array.from({ length: change.steps }, (_, step) => {
     const row = make("tr"), number = (value) => (value === null || value === undefined ? "–" : value.toPrecision(3));
-    row.append(make("td", step), make("td", number(kl && kl[step])), make("td", number(moved && moved[step])), make("td", cellsAt(step)));
+    row.append(make("td", step), make("td", number(kl && kl[step])), make("td", number(free && free[step])), make("td", number(moved && moved[step])), make("td", cellsAt(step)));
     return row;
   }));
 }
@@ -176,8 +192,8 @@ function listenCompare() {
   key.append(make("i", undefined, "swatch differs"), "differs from the other run");
   document.querySelector(".card.canvas .key").append(key);
   byId("change").addEventListener("pointermove", (event) => {
-    const step = changeStep(event), { kl } = lab.pair, moved = movedOf(lab.pair), value = kl && kl[step];
-    write(byId("change-readout"), "step ", strong(step), ": ", value === null || value === undefined ? "no KL" : `KL ${value.toPrecision(3)} nats`,
+    const step = changeStep(event), moved = movedOf(lab.pair), known = divergencesOf(lab.pair).filter(([, values]) => typeof values[step] === "number");
+    write(byId("change-readout"), "step ", strong(step), ": ", known.map(([name, values]) => `${name.split(" (")[0]} ${values[step].toPrecision(3)} nats`).join("; ") || "no KL",
       typeof moved[step] === "number" ? `; ${Math.round(100 * moved[step])} % of the strongest keys are elsewhere` : "", `; ${count(cellsAt(step), "cell differs", "cells differ")}`);
   });
   byId("change").addEventListener("click", (event) => goTo(changeStep(event)));

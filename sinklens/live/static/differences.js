@@ -1,4 +1,4 @@
-// What differs between run A and run B, in words: the line beside the A/B switch, the positions, the sinks of each.
+// What differs between run A and run B, in words: the tiles below the A/B switch, the positions, the sinks of each.
 
 const MOST_PLACES = 64, SINKS = 5;
 const twoModels = () => summaryOf(lab.A).model !== summaryOf(lab.B).model;
@@ -20,7 +20,7 @@ function changedWords([a, b]) {
   return at < 0 || at >= others.length ? "" : `${words[at]} → ${others[at]}`;
 }
 
-// ---- the line beside the switch
+// ---- the tiles below the switch
 
 function stepLink(step) {
   const node = button(`step ${step}`, `Go to step ${step}`, () => goTo(step));
@@ -28,24 +28,30 @@ function stepLink(step) {
   return node;
 }
 
-// Whether the text of the answer changed; then the numbers after ####, if both answers state one.
-function answerSaid({ texts: [a, b], numbers: [one, two], first_difference: first }) {
-  const words = changedWords([a, b]), also = words ? [": ", quoted(words)] : [];
-  if (a === b) return [strong(first === null || first === undefined ? "No effect: every canvas is the same" : "Same answer")];
-  const numbers = one === null || two === null ? "" : one === two ? ` · same number after ####: ${one}` : " · number after ####: ";
-  return [strong("The answer changed"), ...also, numbers, one === two || !numbers ? "" : strong(`${one} → ${two}`)];
+const small = (value) => (value < 0.01 && value > 0 ? value.toExponential(1) : short(value));
+const tile = (value, label) => { const node = make("span", undefined, "tile"), big = make("b"); write(big, ...[value].flat()); node.append(big, " ", make("span", label)); return node; };
+
+// The mean divergences, that on A's canvases first: it is the change of each step alone.
+function divergenceTiles({ kl, kl_free: free, kl_why: why, measuring }) {
+  if (measuring) return [tile("…", "KL is being measured")];
+  return [[kl, "mean KL on A's canvases"], [summaryOf(lab.B).replay ? null : free, "mean KL free-running"]]
+    .map(([values, label]) => [meanOf(values), label]).filter(([mean]) => mean !== null && !why).map(([mean, label]) => tile(`${small(mean)} nats`, label));
 }
 
-function verdictParts(pair) {
-  const { first_difference: first, kl, measuring, sinks_moved: moved, right } = pair, mean = meanOf(kl), share = meanOf(moved);
-  const parts = [answerSaid(pair)];
-  if (right && right.some((one) => one !== null)) parts.push([`A ${right[0] ? "✓ right" : "✗ wrong"}, B ${right[1] ? "✓ right" : "✗ wrong"}`]);
-  if (first !== null && first !== undefined) parts.push(["canvases differ from ", stepLink(first), " on"]);
-  if (measuring) parts.push(["KL is being measured…"]);
-  else if (mean !== null) parts.push([`mean KL ${mean < 0.01 && mean > 0 ? mean.toExponential(1) : short(mean)} nats ${summaryOf(lab.B).replay ? "on the canvases of A" : "free-running"}`]);
-  if (twoModels()) parts.push([placesSaid(pair)]);
-  else if (share !== null) parts.push([share === 0 ? "no sink moved" : `sinks moved in ${(100 * share).toFixed(share < 0.1 ? 1 : 0)} % of heads`]);
-  return parts.flatMap((part, at) => (at ? [" · ", ...part] : part));
+// Whether the answer changed: the numbers after ####, if both answers state one, else the first words that differ.
+function answerTile({ texts: [a, b], numbers: [one, two], first_difference: first, right }) {
+  const judged = right && right.some((known) => known !== null) ? `: A ${right[0] ? "✓ right" : "✗ wrong"}, B ${right[1] ? "✓ right" : "✗ wrong"}` : "", words = changedWords([a, b]);
+  if (a === b) return tile("same answer", (first ?? null) === null ? "every canvas is the same" : `text of the answer${judged}`);
+  if (one !== null && two !== null) return tile(one === two ? one : `${one} → ${two}`, `${one === two ? "only the text changed; " : ""}number after ####${judged}`);
+  return tile(words ? quoted(words) : "changed", `text of the answer${judged}`);
+}
+
+function verdictTiles(pair) {
+  const { first_difference: first, sinks_moved: moved } = pair, share = meanOf(moved), [onA, ...free] = divergenceTiles(pair), tiles = [onA, answerTile(pair)];
+  if ((first ?? null) !== null) tiles.push(tile(stepLink(first), "first difference of the canvases"));
+  if (twoModels()) tiles.push(...placesTiles(pair));
+  else if (share !== null) tiles.push(tile(`${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`, "of heads have another strongest key"));
+  return [...tiles, ...free].filter(Boolean);
 }
 
 function drawVerdict(why = "") {
@@ -55,9 +61,9 @@ function drawVerdict(why = "") {
   line.dataset.pair = ready && !pair.measuring ? pair.key : "";
   if (why) { line.textContent = why; return; }
   if (!ready) { line.textContent = isActive(B) ? "Run B is under way…" : "Comparing A and B…"; return; }
-  const more = button("Details", "Go to A beside B", () => { byId("compare").scrollIntoView({ block: "start" }); byId("compare-title").focus({ preventScroll: true }); });
+  const more = button("Details", "Details of A beside B", () => { byId("compare").scrollIntoView({ block: "start" }); byId("compare-title").focus({ preventScroll: true }); });
   more.classList.add("link");
-  write(line, strong("B beside A: "), ...verdictParts(pair), " ", more);
+  write(line, make("span", "B beside A", "name"), ...verdictTiles(pair), more);
 }
 
 // ---- the positions that differ
@@ -73,14 +79,16 @@ function placesOfPair({ a, b }) {
   return found;
 }
 
-function placesSaid(pair) {
-  const places = placesOfPair(pair), tokens = places.filter(({ token }) => token).length, steps = places.filter(({ step }) => step).length;
-  return `of ${count(pair.a.info.positions - pair.a.info.prompt_positions, "position")} of the answer, ${tokens} end with another token and ${steps} are decided at another step`;
+const countsOf = (places) => [places.filter(({ token }) => token).length, places.filter(({ step }) => step).length];
+
+function placesTiles(pair) {
+  const [tokens, steps] = countsOf(placesOfPair(pair));
+  return [tile(tokens, "positions end with another token"), tile(steps, "are decided at another step")];
 }
 
 function drawPlaces(pair) {
-  const places = placesOfPair(pair), said = placesSaid(pair);
-  byId("places-said").textContent = `${said[0].toUpperCase()}${said.slice(1)}.`;
+  const places = placesOfPair(pair), [tokens, steps] = countsOf(places);
+  byId("places-said").textContent = `Of ${count(pair.a.info.positions - pair.a.info.prompt_positions, "position")} of the answer, ${tokens} end with another token and ${steps} are decided at another step.`;
   const stepCell = (step) => { const cell = make("td"); cell.append(step === null ? "–" : stepLink(step)); return cell; };
   write(byId("places").tBodies[0], ...places.slice(0, MOST_PLACES).map(({ pos, tokens: [one, two], steps: [first, second], token }) => {
     const row = make("tr"), cells = [one, two].map((text) => { const cell = make("td"), word = quoted(text || "…"); word.className = token ? "tok differs" : "tok"; cell.append(word); return cell; });

@@ -190,7 +190,7 @@ function grow() {
   if (run !== next) { present(); return; }
   useRun(next);
   byId("step").max = T - 1;
-  for (const name of ["step", "play", "back", "forward"]) byId(name).disabled = T < 2;
+  for (const name of ["step", "step-number", "play", "back", "forward"]) byId(name).disabled = T < 2;
   view.step = Math.min(view.wish ?? T - 1, T - 1);
   choose();
   said(next);

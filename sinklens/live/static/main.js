@@ -1,8 +1,9 @@
 // Opens the lab: the session, the events, the keys.
 
 const SHORTCUTS = {
-  b: attempt(runB), s: attempt(halt), c: attempt(copyPython), "?": () => byId("help").showModal(),
+  b: attempt(runB), s: attempt(halt), c: attempt(copyPython), "?": () => openDialog("help"),
   1: () => showSlot("A"), 2: () => showSlot("B"), x: () => showSlot(other(lab.shown)),
+  Escape: () => document.querySelector("dialog[open]")?.close(),
   p: () => { fold("form", false); byId("prompt").focus(); }, n: () => { fold("changes", false); byId("add-kind").focus(); }, g: () => byId("grid").focus(), t: () => byId("tokens").focus(), h: () => byId("heat").focus(), a: () => byId("pattern").focus(),
 };
 

@@ -44,6 +44,14 @@ function listenMenu() {
   for (const kind of ["pointerdown", "wheel", "touchmove"]) document.addEventListener(kind, outside, { capture: true, passive: true });
 }
 
+// A dialog does not block the page: what it is about stays in sight. Escape closes it, and the focus returns.
+function openDialog(id) {
+  const dialog = byId(id), from = document.activeElement;
+  dialog.onkeydown = (event) => { if (event.key === "Escape") dialog.close(); };
+  dialog.onclose = () => { if (from.isConnected) from.focus({ preventScroll: true }); };
+  dialog.show();
+}
+
 // Where a menu opens for an event, or beside a node if the event came from the keyboard.
 function placeOf(event, node) {
   if (event && event.clientX) return [event.clientX + 8, event.clientY + 8];

@@ -11,7 +11,7 @@ async function copyPython() {
   if (!lab.A) throw new Error("There is no run yet.");
   const text = await (await ask(`/api/runs/${lab.A}/python${pairQuery()}`)).text();
   byId("code").value = text;
-  byId("code-dialog").showModal();
+  openDialog("code-dialog");
   byId("code-said").textContent = (await clip(text)) ? "Copied. It reproduces what the page shows." : "Select the text and copy it.";
   byId("code").select();
 }
@@ -83,7 +83,7 @@ const KEYS = [
 function listenOutput() {
   byId("copy-python").addEventListener("click", attempt(copyPython));
   byId("save-page").addEventListener("click", (event) => { event.preventDefault(); attempt(savePage)(); });
-  byId("help-open").addEventListener("click", () => byId("help").showModal());
+  byId("help-open").addEventListener("click", () => openDialog("help"));
   for (const [keys, meaning] of KEYS) {
     const name = make("dt");
     name.append(make("kbd", keys));

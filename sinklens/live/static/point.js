@@ -4,12 +4,16 @@ const stepNow = () => info.steps[view.step];
 const headNow = () => view.layer !== ALL && view.head !== ALL;
 const headSaid = (layer, head) => `layer ${layer}, head ${head}`;
 
+// What masking acts on: a head's strongest keys, which are sinks only if the page shows a sink at this step.
+const anySink = (test) => Array.from({ length: P }, (_, at) => exists(view.step, at) && test(at)).some(Boolean);
+const keysSaid = (layer, head) => (layer === view.layer && anySink((at) => isSink(view.step, at, layer, head)) ? "sinks" : "strongest keys");
+
 function headItems(layer, head) {
   const own = { layer, head }, when = whenSaid();
   return [
     [`Ablate ${headSaid(layer, head)} (zero), ${when}`, () => addChip("ablate_head", { ...own, by: "zero" })],
     [`Ablate ${headSaid(layer, head)} (mean), ${when}`, () => addChip("ablate_head", { ...own, by: "mean" })],
-    [`Mask its sinks, ${when}`, () => addChip("mask_head_sinks", own)],
+    [`Mask its ${keysSaid(layer, head)}, ${when}`, () => addChip("mask_head_sinks", own)],
     ...pathItems(layer, head),
     [`Ablate further heads of layer ${layer}…`, () => editChip(newChip("ablate_heads", { layer, heads: [head] }))],
     ...layerItems(layer),
@@ -57,7 +61,7 @@ function positionMenu(event, pos, node = byId("tokens")) {
 
 function pathMenu(event) {
   if (!headNow()) return headMenu(event);
-  return openMenu(...placeOf(event, byId("path")), headSaid(view.layer, view.head), [...pathItems(view.layer, view.head), [`Mask its sinks, ${whenSaid()}`, () => addChip("mask_head_sinks", { layer: view.layer, head: view.head })]]);
+  return openMenu(...placeOf(event, byId("path")), headSaid(view.layer, view.head), [...pathItems(view.layer, view.head), [`Mask its ${keysSaid(view.layer, view.head)}, ${whenSaid()}`, () => addChip("mask_head_sinks", { layer: view.layer, head: view.head })]]);
 }
 
 // ---- proposals for an undecided position

@@ -110,7 +110,7 @@ function allHeadItems() {
     ["Try every head: ablate each in turn (zero)", () => tryHeads("zero")],
     ["Try every head: ablate each in turn (mean)", () => tryHeads("mean")],
     ...(layer === null ? [] : [[`Try the heads of layer ${layer} (zero)`, () => tryHeads("zero", layer)]]),
-    [`Mask the sinks of all heads, ${whenSaid()}`, () => addChip("mask_sinks")],
+    [`Mask the ${anySink((at) => data.heads[view.step * P + at]) ? "sinks" : "strongest keys"} of all heads, ${whenSaid()}`, () => addChip("mask_sinks")],
     [`Hold the sinks of all heads still from step ${from} on`, () => addChip("hold_sink", { layer: null, head: null, from_step: from })],
   ];
 }

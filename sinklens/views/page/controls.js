@@ -30,6 +30,9 @@ function goTo(step) {
   if (view.step !== before) followStep();
 }
 
+// The place of a step among those shown, or of the nearest one.
+const nearestIndex = (step) => info.steps.reduce((best, one, at) => (Math.abs(one - step) < Math.abs(info.steps[best] - step) ? at : best), 0);
+
 function play(on) {
   clearInterval(view.playing);
   view.playing = null;
@@ -67,6 +70,7 @@ function onKey(event) {
 function listenControls() {
   const slider = byId("step");
   slider.addEventListener("input", () => { play(false); goTo(Number(slider.value)); });
+  byId("step-number").addEventListener("change", () => { play(false); goTo(nearestIndex(Number(byId("step-number").value))); });
   byId("play").addEventListener("click", () => play(view.playing === null));
   byId("back").addEventListener("click", () => { play(false); goTo(view.step - 1); });
   byId("forward").addEventListener("click", () => { play(false); goTo(view.step + 1); });
@@ -78,7 +82,7 @@ function listenControls() {
 // The range of the controls, for the run on the page.
 function fillControls() {
   byId("step").max = T - 1;
-  for (const id of ["step", "play", "back", "forward"]) byId(id).disabled = T < 2;
+  for (const id of ["step", "step-number", "play", "back", "forward"]) byId(id).disabled = T < 2;
   const layers = Array.from({ length: L }, (_, layer) => option(layer, has(layer) ? layer : `${layer} (not in this page)`, !has(layer)));
   write(byId("layer"), option(ALL, "all, mean"), ...layers);
   write(byId("head"), option(ALL, "mean"), ...Array.from({ length: H }, (_, head) => option(head, head)));

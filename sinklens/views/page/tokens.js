@@ -112,7 +112,8 @@ function sentence() {
 function drawStep() {
   byId("step").value = view.step;
   byId("step").setAttribute("aria-valuetext", `step ${info.steps[view.step]}`);
-  write(byId("clock"), "step ", strong(info.steps[view.step]), ` of ${info.steps[T - 1]}`, info.modes ? `, ${info.modes[view.step]} pass` : "");
+  Object.assign(byId("step-number"), { min: info.steps[0], max: info.steps[T - 1], value: info.steps[view.step] });
+  write(byId("clock"), `of ${info.steps[T - 1]}`, info.modes ? `, ${info.modes[view.step]} pass` : "");
   write(byId("sentence"), ...sentence());
   drawTokens();
   drawPointer();
