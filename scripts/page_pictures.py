@@ -103,7 +103,7 @@ def take(browser: Browser, page: Page, pause: Pause) -> None:
     page.go_to(23)
     browser.click("try-heads")
     browser.wait("return (document.body.dataset.tried || '').endsWith('/done')", 300)
-    picture(browser, "lab-4", ".card.grid", ".card.grid", ".card.grid")
+    picture(browser, "lab-4", ".card.grid", "#trial", "#trial")
     picture(browser, "lab", ".lab-head", "#compare")
 
 

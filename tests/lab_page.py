@@ -22,10 +22,12 @@ class Page:
 
     def __init__(self, browser, lab, width=1440):
         self.browser, self.lab = browser, lab
-        browser.driver.get(lab.address)
-        if entry := browser.driver.find_elements(By.ID, "token"):
-            entry[0].send_keys(lab.token, Keys.ENTER)
-            browser.wait("return document.body.dataset.ready")
+        browser.driver.get(f"{lab.address}static/lab.css")
+        browser.driver.execute_async_script(
+            "const [token, done] = arguments; "
+            "fetch('/', { method: 'POST', body: new URLSearchParams({ token }) }).then(() => done())",
+            lab.token,
+        )
         self.open(lab.address, width)
 
     def open(self, address, width=1440):

@@ -317,9 +317,9 @@ def test_everything_about_a_canvas_model_is_answered():
             assert (found["confidence"], found["proposals"][0]["id"]) == (None, recorded.canvas[0, 1, length + 3])
         expected = effect(model, PROMPT, ABLATED)
         compared = client.get("/api/compare", a=runs[0], b=runs[1])
-        for name, change in (("kl", expected.under_replay), ("kl_free", expected.free_running)):
-            kl = np.array(compared[name], dtype=float)
-            np.testing.assert_allclose(kl, change.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
+        changes = [change.kl.to_numpy()[0] for change in (expected.under_replay, expected.free_running)]
+        kl = np.array([compared["kl"], compared["kl_free"]], dtype=float)
+        np.testing.assert_allclose(kl, changes, rtol=1e-3, atol=1e-6, equal_nan=True)
         for path, status in (("page", 200), ("certainty", 200), ("lens?pos=3", 400)):
             assert client.http.get(f"/api/runs/{runs[0]}/{path}").status_code == status
         assert tried(runs[0])["heads"][5]["kl"] == pytest.approx(
