@@ -6,13 +6,15 @@ Keys are the canonical names of the points, so iterating yields each point once.
 Pitfall: ``dict(cache.cache_dict)`` is a plain dictionary, which accepts only the canonical names.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import HookNameError, SettingError, warn_caller
 from sinklens.hooks.detached import without_model
 
 Value = TypeVar("Value")
@@ -28,6 +30,10 @@ GATED = (
     "logit_lens",
 )
 """Methods of a cache that leave out what the noise level does to the stream."""
+NOT_FOLDED = (
+    "the final norm's weight is not folded into W_U: multiply the result by ln_final.w before W_U, or use "
+    "cache.logit_attrs."
+)
 
 
 def refuse_gated(*_args: Any, **_options: Any) -> NoReturn:
@@ -113,6 +119,25 @@ class HookCache(ActivationCache):
         super().to(device)
         self.cache_dict = ByPoint(resolve, self.cache_dict)
         return self
+
+    def apply_ln_to_stack(
+        self, residual_stack: Tensor, layer: int | None = None, *args: Any, recompute_ln: bool = False, **options: Any
+    ) -> Tensor:
+        """As in TransformerLens, which divides by the scale of the norm and leaves its weight to a folded ``W_U``.
+
+        Warns:
+            UserWarning: the caller asks for the final norm, whose weight is not folded into ``W_U`` here.
+        """
+        final = layer in (None, -1, self.model.cfg.n_layers) and not recompute_ln
+        if final and bool((getattr(self.model.ln_final, "w", torch.ones(1)) != 1).any()):
+            warn_caller(NOT_FOLDED, UserWarning)
+        return super().apply_ln_to_stack(residual_stack, layer, *args, recompute_ln=recompute_ln, **options)
+
+    def logit_attrs(self, *args: Any, **options: Any) -> Tensor:
+        """As in TransformerLens; its directions, `tokens_to_residual_directions`, hold the weight of the final norm."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NOT_FOLDED, UserWarning)
+            return super().logit_attrs(*args, **options)
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "HookCache":
         """A cache of some rows of the batch; an integer drops the batch axis."""

@@ -1,5 +1,7 @@
 """Weights and the helpers of `ActivationCache`, compared with the parameters and plain PyTorch."""
 
+import warnings
+
 import pytest
 import torch
 from building import SIZES, close, plain_pass, random_hf, random_ids, random_model, shared_model, small_tokenizer
@@ -159,6 +161,19 @@ def test_a_row_of_a_cache_gives_the_results_of_that_row():
             row.decompose_resid(2, mlp_input=True, apply_ln=apply_ln),
             cache.decompose_resid(2, mlp_input=True, apply_ln=apply_ln)[:, 1],
         )
+
+
+def test_a_stack_for_the_final_norm_comes_with_a_warning_that_its_weight_is_not_folded():
+    model, ids = shared_model(), random_ids()
+    cache = model.run_with_cache(ids)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.accumulated_resid(apply_ln=True)
+        cache.logit_attrs(cache.decompose_resid(), tokens=5)
+        cache.apply_ln_to_stack(cache.accumulated_resid(), layer=1)
+    with pytest.warns(UserWarning, match=r"not folded into W_U: multiply the result by ln_final\.w before W_U"):
+        scaled = cache.apply_ln_to_stack(cache.accumulated_resid())[-1]
+    close((scaled * model.ln_final.w) @ model.W_U, plain_pass(model, ids).logits)
 
 
 def test_the_lens_calls_no_hook_of_the_final_norm():
