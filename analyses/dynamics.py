@@ -24,7 +24,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.estimates.tables import difference_table, interval_table
-from sinklens.analyses.nulls import FIXED, NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table, rates
+from sinklens.analyses.nulls import NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.families.samplers import settings_for
 from sinklens.model.prompts import SinglePrompt
@@ -78,7 +78,7 @@ class Dynamics(Study):
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, [prompt]."""
         given = settings_for(model, dict(settings))
-        complete: Settings = {**settings, "use_cache": False} if "use_cache" in given.setting_names() else settings
+        complete: Settings = {**settings, "use_cache": False} if "use_cache" in given.settings() else settings
         record = fixed_queries(model, prompts, self.chat_template, given.gen_length)
         found = self.generate(model, prompts, complete, record_sinks=record)
         return motion_of(found.track).merge(against_nulls(found.track, found.run))
@@ -131,13 +131,17 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
     table = motion.motion_table(track)
     columns = {name: table[name].to_numpy(dtype=np.float64) for name in table}
     found = track.detect()
-    columns["sink_jump_share"] = rates(track)["sink_jump_share"]
+    moves = motion.jumps(track, found)[["changes", "pairs"]].sum(("layer", "head"))
+    columns["sink_jump_share"] = (moves["changes"] / moves["pairs"]).to_numpy()
     lives = motion.lifetimes(found, motion.existing(track))
     brief = ((lives["length"] == 1) & ~lives["censored"]).groupby(lives["batch"]).mean()
     columns["one_step"] = brief.reindex(track.data["batch"].to_numpy()).to_numpy(dtype=np.float64)
     nothing = np.full(track.data.sizes["batch"], np.nan)
-    newest = rates(newest_queries(track)) if track.causal and track.steps > 1 else dict.fromkeys(FIXED, nothing)
-    columns |= {f"newest_{name}": newest[name] for name in FIXED}
+    columns |= {"newest_jump_share": nothing, "newest_static_share": nothing}
+    if track.causal and track.steps > 1:
+        newest = newest_queries(track)
+        columns["newest_jump_share"] = motion.jumps(newest)["share"].mean(("layer", "head")).to_numpy()
+        columns["newest_static_share"] = motion.static_share(newest).to_numpy()
     return xr.Dataset({name: ("prompt", columns[name]) for name in MEANINGS})
 
 

@@ -14,7 +14,7 @@ Caveat: as in TransformerLens, a later hook on a point can edit a cached value i
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -40,11 +40,7 @@ class HookFront(HookedRootModule):
 
     cfg: Any
     hook_dict: ByPoint[HookPoint]
-
-    @property
-    def turn(self) -> Turn:
-        """Taken by whoever runs the model."""
-        raise NotImplementedError
+    turn: Turn
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
@@ -104,24 +100,19 @@ class HookFront(HookedRootModule):
         Raises:
             HookNameError: a name or predicate matches no point.
         """
-        added: list[tuple[HookPoint, list[LensHandle], LensHandle]] = []
-        with self.turn:
+        with self.turn, ExitStack() as undo:
+            undo.callback(setattr, self, "context_level", self.context_level)
             self.context_level += 1
-            try:
-                for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
-                    for name, hook in pairs:
-                        for point in (self.hook_dict[found] for found in self.select(name)):
-                            handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
-                            added.append((point, point.fwd_hooks if dir == "fwd" else point.bwd_hooks, handle))
-                yield self
-            finally:
-                self.context_level -= 1
-                for point, handles, handle in added:
-                    if reset_hooks_end:
-                        handle.hook.remove()
-                        handles[:] = [other for other in handles if other is not handle]
-                    if clear_contexts:
-                        point.clear_context()
+            for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+                for name, hook in pairs:
+                    for point in (self.hook_dict[found] for found in self.select(name)):
+                        handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
+                        if reset_hooks_end:
+                            undo.callback((point.fwd_hooks if dir == "fwd" else point.bwd_hooks).remove, handle)
+                            undo.callback(handle.hook.remove)
+                        if clear_contexts:
+                            undo.callback(point.clear_context)
+            yield self
 
     def run_with_hooks(  # type: ignore[override]  # the bridge's arguments, not those of the root class
         self,

@@ -20,7 +20,13 @@ PROJECTIONS = ("gate", "up", "down")
 
 
 class Points(nn.Module):
-    """A group of points, one for each row of the table."""
+    """A group of points, one for each row of the table.
+
+    Attributes:
+        inside: those whose values are made together, inside a norm or inside the attention function.
+    """
+
+    inside: list[Point]
 
     def __init__(self, specs: Iterable[names.PointSpec], watch: Watch, kind: type[Point] = Point) -> None:
         super().__init__()
@@ -32,8 +38,8 @@ class Points(nn.Module):
         def __getattr__(self, name: str) -> Point: ...
 
     def any_watched(self) -> bool:
-        """Whether any of the points is watched now."""
-        return any(point.watched for point in self._modules.values())  # type: ignore[union-attr]
+        """Whether a point `inside` is watched now."""
+        return any(point.watched for point in self.inside)
 
 
 class NormPoints(Points):
@@ -41,6 +47,7 @@ class NormPoints(Points):
 
     def __init__(self, watch: Watch, norm: nn.Module, parts: names.Parts = names.PLAIN) -> None:
         super().__init__(names.norm_specs(parts), watch)
+        self.inside = [self.hook_scale, self.hook_normalized]
         self.__dict__["_norm"] = norm  # not a submodule: the layer owns the norm
 
     @property
@@ -53,10 +60,6 @@ class NormPoints(Points):
         """Learned bias of the norm; None if it has none."""
         norm = self.__dict__["_norm"]
         return value_of(norm, "bias") if hasattr(norm, "bias") else None
-
-    def any_watched(self) -> bool:
-        """Whether a point inside the norm is watched."""
-        return self.hook_scale.watched or self.hook_normalized.watched
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm of `x`, including its learned weight; hooks on its points are not called."""
@@ -82,15 +85,7 @@ class AttentionPoints(AttentionWeights, Points):
         projected = {"hook_q", "hook_k", "hook_v", "hook_result"}  # tapped at the projections, not in the function
         outside = {spec.name for spec in (*names.QK_NORM.values(), *names.SPLIT_INPUTS)} | projected
         inside = [spec.name for spec in rows if spec.name not in outside | {"hook_fresh"}]  # it is known before
-        self.__dict__["_inside"] = [getattr(self, name) for name in inside]
-
-    @property
-    def inside(self) -> list[Point]:
-        """The points inside the attention function."""
-        return self.__dict__["_inside"]
-
-    def any_watched(self) -> bool:
-        return any(point.watched for point in self.__dict__["_inside"])
+        self.inside = [getattr(self, name) for name in inside]
 
     @property
     def only_recorded(self) -> bool:

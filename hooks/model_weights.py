@@ -21,7 +21,7 @@ from transformer_lens import FactoredMatrix
 from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import SettingError
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
 from sinklens.hooks.weights import Reader, bias_of
@@ -54,7 +54,7 @@ class ModelWeights:
     architecture: Any
     ln_final: Any
     blocks: Any
-    tokenizer_of: Callable[[], Any]
+    to_single_token: Callable[[str], int]
 
     W_Q, W_K, W_V, W_O = (_stacked("attn", name) for name in ("W_Q", "W_K", "W_V", "W_O"))
     b_Q, b_K, b_V, b_O = (_stacked("attn", name) for name in ("b_Q", "b_K", "b_V", "b_O"))
@@ -157,21 +157,6 @@ class ModelWeights:
         total = self.b_O[: layer + mlp_input].sum(0)
         return total + self.b_out[:layer].sum(0) if include_mlp_biases else total
 
-    def to_single_token(self, text: str) -> int:
-        """The id of a text that is exactly one token.
-
-        Raises:
-            PromptError: `text` is not exactly one token, or the model has no tokenizer.
-        """
-        tokenizer = self.tokenizer_of()
-        if tokenizer is None:
-            raise PromptError(f"{text!r} needs a tokenizer, and this model has none; give token ids.")
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) != 1:
-            parts = [tokenizer.decode([token]) for token in ids]
-            raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one token.")
-        return int(ids[0])
-
     def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
         """``ln_final.w * W_U[:, token]`` for each of `tokens`: the final norm's weight is multiplied in.
 
@@ -184,7 +169,7 @@ class ModelWeights:
             tokens: a text of one token, an id, or a tensor of ids.
 
         Raises:
-            PromptError: a text that is not exactly one token.
+            PromptError: a text that is not exactly one token, or the model has no tokenizer.
             SettingError: `tokens` is not a text, an id or a tensor of ids, or the noise level scales the stream.
         """
         if self.architecture.modulation:

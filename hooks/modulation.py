@@ -40,7 +40,7 @@ def modulated(
     return x * (1 + scale[between]) + shift[between]
 
 
-def times_of(tree: Any, time: Time, rows: int) -> Float[Tensor, " batch"] | None:
+def times_of(tree: Any, time: Time, rows: int, device: torch.device) -> Float[Tensor, " batch"] | None:
     """The noise level of each of `rows` as the network reads it; None for one that is not conditioned on it.
 
     Raises:
@@ -51,7 +51,7 @@ def times_of(tree: Any, time: Time, rows: int) -> Float[Tensor, " batch"] | None
         if time is not None:
             raise SettingError("this model is not conditioned on the noise level; leave time= out.")
         return None
-    return tree.hf.get_submodule(architecture.base).time_of(time, rows, tree.cfg.device)
+    return tree.hf.get_submodule(architecture.base).time_of(time, rows, device)
 
 
 class FinalModulation(NamedTuple):

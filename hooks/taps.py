@@ -234,7 +234,7 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Ar
         scaled = weight_of(norm) * normalized
         return scaled if points.b is None else scaled + points.b
 
-    Tap(undo, [points.hook_scale, points.hook_normalized], lambda: norm.register_forward_hook(tap).remove)
+    Tap(undo, points.inside, lambda: norm.register_forward_hook(tap).remove)
 
 
 def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "AttentionPoints") -> None:

@@ -11,7 +11,7 @@ namespace; a single forward pass does not reach them.
 Pitfall: two trees over one transformers model would both tap it. Build one tree per model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,14 +36,14 @@ from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs
 from sinklens.hooks.losses import Loss, Masks, next_token_loss
 from sinklens.hooks.model_weights import ModelWeights
-from sinklens.hooks.modulation import times_of
+from sinklens.hooks.modulation import Time, times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
 from sinklens.hooks.taps import connect, connect_encoder, connect_time, tap_output
-from sinklens.hooks.turn import Turn, in_turn
+from sinklens.hooks.turn import in_turn
 
 
 class HookTree(ModelWeights, HookFront):
@@ -53,8 +53,9 @@ class HookTree(ModelWeights, HookFront):
         hf: the transformers model.
         captures: its passes as CUDA graphs.
         watch: the pass, the trace blocks and the peek, which the points share.
+        turn: taken by whoever runs the model.
         cfg: axis lengths and switches under TransformerLens's names.
-        tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
+        to_single_token: that of the model that owns the tree, which sets it.
         masks: how a masked diffusion model reads a canvas; None for other models.
         adapter: the checkpoint's adapter, which acts in passes that say so; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
@@ -64,6 +65,7 @@ class HookTree(ModelWeights, HookFront):
     def __init__(self, hf: PreTrainedModel, architecture: Architecture, drawn: bool = False) -> None:
         super().__init__()
         self.watch = Watch()
+        self.turn = self.watch.turn
         self.captures = Captures()
         self.architecture = architecture
         self.cfg = sizes_of(hf, architecture)
@@ -72,7 +74,6 @@ class HookTree(ModelWeights, HookFront):
         layers: Any = base.get_submodule(architecture.layers)
         for layer in layers if architecture.fused else ():
             split(self._undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
-        self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
         self.adapter: Adapter | None = None
         self.disconnected = False
@@ -115,11 +116,6 @@ class HookTree(ModelWeights, HookFront):
         self._undo.close()
         self.captures.clear()
         self.disconnected = True
-
-    @property
-    def turn(self) -> Turn:
-        """Taken by whoever runs the model."""
-        return self.watch.turn
 
     @property
     def attention_blocks(self) -> Blocks | None:
@@ -227,7 +223,7 @@ class HookTree(ModelWeights, HookFront):
         past_key_values: Any = None,
         stream: Float[Tensor, "batch pos d_model"] | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
-        time: Float[Tensor, " _"] | float | None = None,
+        time: Time = None,
         kind: PassKind | None = None,
         of_step: bool = False,
     ) -> Float[Tensor, "batch _ d_model"]:
@@ -242,8 +238,7 @@ class HookTree(ModelWeights, HookFront):
         if self.watch.forward_pass.step is None and self.watch.cache is None:  # only its mask shows a pass's padding
             mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
             self.watch.forward_pass = ForwardPass(real=mask, **(kind or PassKind())._asdict())
-        if self.architecture.time:
-            time = self._time_of(time, input_ids)
+        time = self._time_of(time, input_ids)
         if self.architecture.encoder:
             return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
         first = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -274,11 +269,10 @@ class HookTree(ModelWeights, HookFront):
             )
         return output.last_hidden_state
 
-    def _time_of(self, time: Float[Tensor, " _"] | float | None, ids: Tensor) -> Float[Tensor, " batch"]:
-        """The noise level of each row of a pass: `time`, or that of the step."""
+    def _time_of(self, time: Time, ids: Tensor) -> Float[Tensor, " batch"] | None:
+        """The noise level of each row of a pass: `time`, or that of the step; None if the network reads none."""
         described = self.watch.forward_pass
-        base: Any = self.hf.get_submodule(self.architecture.base)
-        found = base.time_of(described.time if time is None else time, len(ids), ids.device)
+        found = times_of(self, described.time if time is None else time, len(ids), ids.device)
         if described.step is None:
             self.watch.describe(time=found)
         return found
@@ -367,7 +361,7 @@ class HookTree(ModelWeights, HookFront):
         stop_at_layer: int | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         targets: Int[Tensor, "batch pos"] | None = None,
-        time: Float[Tensor, " _"] | float | None = None,
+        time: Time = None,
         mode: str | None = None,
         block_start: Any = None,
     ) -> Any:
@@ -433,11 +427,9 @@ class HookTree(ModelWeights, HookFront):
         traced = self.watch.handover is not None and self.watch.handover.running
         return logits.as_subclass(partial_pass.Logits) if traced else logits
 
-    def _check_time(self, time: Float[Tensor, " _"] | float | None) -> None:
-        """Refuse a noise level that the network has no input for, and warn of one that it ignores."""
-        if not self.architecture.time:
-            times_of(self, time, 0)
-        elif time is not None and not self.timed:
+    def _check_time(self, time: Time) -> None:
+        """Warn of a noise level that the network has an input for, and ignores."""
+        if self.architecture.time and time is not None and not self.timed:
             warn_caller(
                 "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
                 "out, or use a timed network, such as Duo or SEDD.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 
-from sinklens.cli.options import Asked, Call, Integer, Integers, LoadingOfRun, Names, family_for, fitted
+from sinklens.cli.options import Asked, Call, Integer, Integers, LoadingOfRun, Names, fitted
 from sinklens.cli.planning import DryRun, print_plan
 from sinklens.cli.settings import Settings
 from sinklens.errors import SinklensError, require
@@ -197,9 +197,10 @@ def _refuse_settings(
     """Reject what a model cannot do, and settings that none of the models has, before anything is run."""
     from sinklens.families.registry import find_sampler
     from sinklens.families.samplers import sampler_name
+    from sinklens.model.loading import family_at
     from sinklens.sampling.policies import as_policy
 
-    listed, families = ", ".join(models), {name: family_for(name, load) for name in models}
+    listed, families = ", ".join(models), {name: family_at(name, load) for name in models}
     samplers = sorted({sampler_name(family, {"mode": given.get("mode")}) for family in families.values()})
     require(
         queries != "all" or "autoregressive" in samplers,
@@ -213,7 +214,7 @@ def _refuse_settings(
         SinklensError,
     )
     samplers = [given["sampler"]] if "sampler" in given else samplers
-    known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
+    known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).settings())}
     for name in given:
         if name not in known:
             raise SinklensError(

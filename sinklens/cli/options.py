@@ -11,15 +11,12 @@ Pitfall: cyclopts rounds "1.5" to an integer; every integer here is an `Integer`
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from cyclopts import Parameter
 
 from sinklens.errors import require
 from sinklens.utils.arguments import Seed, read_as
-
-if TYPE_CHECKING:
-    from sinklens.families import Family
 
 
 def whole(kind: Any, tokens: Sequence[Any]) -> Any:
@@ -133,12 +130,3 @@ def fitted(model: str, loading: Mapping[str, Any] | None, settings: Mapping[str,
     if settings and "block_length" in settings:
         given["block_length"] = settings["block_length"]
     return fitting(model, given)
-
-
-def family_for(model: str, given: Mapping[str, Any]) -> "Family":
-    """The family with which `model` is loaded with these arguments."""
-    from sinklens.families.registry import family_of
-    from sinklens.model.files import find_checkpoint, read_config
-
-    raw = read_config(find_checkpoint(model, given.get("revision")))
-    return family_of(raw, model, given.get("family"), given.get("block_length"))

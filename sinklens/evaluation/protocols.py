@@ -207,7 +207,7 @@ class EvalProtocol(Protocol):
             sampler = find_sampler(given["sampler"]).name if "sampler" in given else None
             mode = given.get("mode")
         plain = {name: value for name, value in given.items() if name not in ("sampler", "mode")}
-        known = {kind: set(one.setting_names()) for kind, one in SAMPLERS.items()}
+        known = {kind: set(one.settings()) for kind, one in SAMPLERS.items()}
         everything = sorted(set().union(*known.values()))
         for name in plain.keys() - everything:
             raise SettingError(

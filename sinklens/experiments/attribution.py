@@ -195,7 +195,9 @@ class Pair(NamedTuple):
             f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
             f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond.",
         )
-        return cls(model, first.ids, second.ids, first.real, times_of(model.tree, time, len(first.ids)))
+        return cls(
+            model, first.ids, second.ids, first.real, times_of(model.tree, time, len(first.ids), first.ids.device)
+        )
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
         """The final norm's output of one pass under hooks."""

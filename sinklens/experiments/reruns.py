@@ -49,7 +49,7 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
     prompts = [row[keep].tolist() for row, keep in zip(ids, base.real[:, : base.prompt_length], strict=True)]
     chosen = base.settings  # the run fills in the other fields
     settings = {"sampler": chosen.name, "cache": base.cache, "seed": base.seed}
-    settings |= {name: getattr(chosen, name) for name in chosen.setting_names()}
+    settings |= {name: getattr(chosen, name) for name in chosen.settings()}
     return replace(generate(base.model, prompts, replay=base, hooks=hooks, **settings | options), single=base.single)
 
 

@@ -23,15 +23,14 @@ Limitation: a single pass of the model over a canvas of the first block lets the
 differ from those of the run.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from sinklens.families.base import QWEN_REQUIRED, ROTATION, THETA, VERIFIED, Family
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
-from sinklens.sampling.blocks import Blockwise, Passes
+from sinklens.sampling.blocks import BlockProgress, Blockwise, Passes
 from sinklens.sampling.parts import Guided, Steps
 from sinklens.sampling.state import State
 
@@ -66,17 +65,18 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
         """The columns that complete the prompts' first block."""
         return -columns % self.block_length
 
-    def denoise(self, state: State) -> Iterator[None]:
+    def progress(self, state: State) -> BlockProgress:
         state.shift = state.shift or self.right_shift_logits
-        progress = self.begin(state, partial(decisions.linear_schedule, steps=self.steps_per_block))
-        while progress.advance(state.canvas):
-            yield
-            canvas, counts = state.begin_step(progress.window()), progress.take_counts()
-            where = (canvas == state.mask_id) & progress.current()
-            logits = state.logits(canvas, where, self.cfg_scale)
-            proposed, confidence = self.propose(state, canvas, where, logits)
-            chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
-            state.commit(chosen, proposed, best_by=confidence)
+        schedule = partial(decisions.linear_schedule, steps=self.steps_per_block)
+        return BlockProgress(state, schedule, self.stop_ids(state))
+
+    def step(self, state: State, progress: BlockProgress) -> None:
+        canvas, counts = state.begin_step(progress.window()), progress.take_counts()
+        where = (canvas == state.mask_id) & progress.current()
+        logits = state.logits(canvas, where, self.cfg_scale)
+        proposed, confidence = self.propose(state, canvas, where, logits)
+        chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
+        state.commit(chosen, proposed, best_by=confidence)
 
 
 @dataclass(frozen=True)
@@ -95,26 +95,25 @@ class Bd3lmCardSettings(Guided, Passes):
 
     name: ClassVar = "bd3lm-card"
 
-    def denoise(self, state: State) -> Iterator[None]:
-        blocks, start = Blocks(self.block_length, "token"), state.prompt_length
-
+    def progress(self, state: State) -> BlockProgress:
         def shares(masked: int) -> list[int]:
             return [count for count in self.even_shares(masked) if count]
 
-        progress = self.begin(state, shares, blocks=blocks)
-        while progress.advance(state.canvas):
-            yield
-            block, counts = progress.current(), progress.take_counts()
-            sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
-            with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
-                canvas = state.begin_step(progress.window())
-                where = (canvas == state.mask_id) & block
-                given = ~block & (canvas != state.mask_id)
-                logits = state.logits(canvas, where, self.cfg_scale, given=given)
-            proposed, confidence = self.propose(state, canvas, where, logits)
-            chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
-            state.commit(chosen, proposed, best_by=confidence)
-            progress.end(progress.stops(state.canvas, block))
+        return BlockProgress(state, shares, self.stop_ids(state), blocks=Blocks(self.block_length, "token"))
+
+    def step(self, state: State, progress: BlockProgress) -> None:
+        block, counts, start = progress.current(), progress.take_counts(), state.prompt_length
+        sealed = tuple(start if here else 0 for here in block[:, start].tolist())
+        rule = Blocks(self.block_length, "token", sealed)
+        with ruled_by(state.tree.hf.config, rule):  # a hook on the canvas may run another pass
+            canvas = state.begin_step(progress.window())
+            where = (canvas == state.mask_id) & block
+            given = ~block & (canvas != state.mask_id)
+            logits = state.logits(canvas, where, self.cfg_scale, given=given)
+        proposed, confidence = self.propose(state, canvas, where, logits)
+        chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
+        state.commit(chosen, proposed, best_by=confidence)
+        progress.end(progress.stops(state.canvas, block))
 
 
 FAMILIES = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError, require
@@ -49,15 +49,17 @@ class AutoregressiveSettings(Truncated):
         return self.use_cache
 
     def denoise(self, state: State) -> Iterator[None]:
+        points = state.tree.denoise
         if self.use_cache:
             state.cache_keys()
         for position in range(state.prompt_length, state.canvas.shape[1]):
-            if bool(_ended(state, state.canvas[:, :position]).all()):
+            if bool(state.ends(state.canvas[:, :position], state.eos_ids).any(dim=1).all()):
                 return
             yield
             text = state.begin_step(slice(position, position), position)[:, :position]
-            state.active = ~_ended(state, text)
-            running, real = _running(state), state.real[:, :position]
+            state.active = ~state.ends(text, state.eos_ids).any(dim=1)
+            passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
+            running, real = state.running(*passed).nonzero()[:, 0], state.real[:, :position]
             if state.keys is None:
                 hidden = state.tree.hidden(text[running], real[running])
             else:
@@ -93,21 +95,6 @@ class AutoregressiveSettings(Truncated):
         if state.eos_ids:
             canvas[~state.active, position] = state.eos_ids[0]
         state.end_step(canvas)
-
-
-def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-    """True for rows of `text` whose answer contains an end-of-sequence token."""
-    ends = torch.tensor(state.eos_ids, dtype=text.dtype, device=text.device)
-    return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
-
-
-def _running(state: State) -> Int[Tensor, " running"]:
-    """Indices of the rows that the pass computes: all while anything is watched, else the active ones."""
-    points = state.tree.denoise
-    passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
-    everything = state.tree.is_watched or any(point.watched for point in passed) or not bool(state.active.any())
-    running = torch.ones_like(state.active) if everything else state.active
-    return running.nonzero()[:, 0]
 
 
 FAMILIES = (

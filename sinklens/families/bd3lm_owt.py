@@ -118,9 +118,7 @@ class Bd3lmOwtSettings(Sampler):
         columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
         for start in range(0, len(columns), self.block_length):
             block = _Block(self, state, columns // self.block_length == start // self.block_length)
-            for step in range(self.num_steps):
-                if not bool(block.masked().any()):
-                    break
+            for step in state.while_undecided(range(self.num_steps), (slice(None), block.columns)):
                 yield
                 with ruled_by(config, reach):
                     block.run(step, last)
@@ -153,7 +151,7 @@ def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) ->
     repeats = bool(torch.special.entr(counts).sum() < LEAST_ENTROPY)
     if repeats or not var_length:
         return TextEnd(repeats, size - JUDGED if repeats and var_length else size)
-    ends = torch.isin(text, torch.tensor(eos_ids, dtype=text.dtype, device=text.device)).nonzero()[:, 0]
+    ends = decisions.among(text, eos_ids).nonzero()[:, 0]
     return TextEnd(True, int(ends[1]) + 1) if len(ends) > 1 else TextEnd(False, size)
 
 
@@ -161,7 +159,7 @@ class _Block:
     """One block of all rows while it is denoised."""
 
     def __init__(self, settings: Bd3lmOwtSettings, state: State, columns: Bool[Tensor, " pos"]) -> None:
-        self._settings, self._state, self._columns = settings, state, columns
+        self._settings, self._state, self.columns = settings, state, columns
         rows, device = len(state.canvas), state.canvas.device
         self._time = torch.ones(rows, dtype=torch.float64, device=device)
         self._read = torch.zeros(rows, device=device)
@@ -169,7 +167,7 @@ class _Block:
 
     def masked(self) -> Bool[Tensor, "batch pos"]:
         """The positions of the block that are masked."""
-        return (self._state.canvas == self._state.mask_id) & self._columns
+        return (self._state.canvas == self._state.mask_id) & self.columns
 
     def run(self, step: int, last: LastPrediction) -> None:
         """Run step `step` of the block."""
@@ -177,14 +175,13 @@ class _Block:
         stays = self._pass_time(step, self.masked())
         state.time = self._noise_level(state.canvas)
         canvas = state.begin_step()
-        where = (canvas == state.mask_id) & self._columns
+        where = (canvas == state.mask_id) & self.columns
         logits = last.logits(state, canvas, where)
         logits[:, state.mask_id] = -torch.inf
         probs = decisions.capped_nucleus(logits.log_softmax(dim=-1).double().exp(), settings.nucleus_p)
         weights = decisions.posterior_weights(probs, state.mask_id, stays)
         drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
-        proposed, drawn = state.propose(where, drawn, canvas)
-        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
+        proposed = state.propose_drawn(where, drawn, canvas, lambda: probs)
         chosen = where & (proposed != state.mask_id)
         chosen = state.through("hook_commit", self._one_of(chosen) if settings.first_hitting else chosen)
         after = torch.where(chosen, proposed, canvas)
@@ -192,8 +189,8 @@ class _Block:
 
     def _ended(self, canvas: Int[Tensor, "batch pos"], rows: Bool[Tensor, " batch"]) -> Int[Tensor, "batch pos"]:
         """The canvas, with end tokens after the end of those of `rows` whose text ends with this block."""
-        found, size = canvas.clone(), int(self._columns.nonzero()[-1]) + 1
-        finished = rows & ~((canvas == self._state.mask_id) & self._columns).any(dim=1)
+        found, size = canvas.clone(), int(self.columns.nonzero()[-1]) + 1
+        finished = rows & ~((canvas == self._state.mask_id) & self.columns).any(dim=1)
         for row in finished.nonzero()[:, 0].tolist():
             stopped = stop(canvas[row, :size], self._state.eos_ids, var_length=True)
             if stopped.stops:

@@ -57,9 +57,7 @@ class DiffuLlamaSettings(ByConfidence, Steps):
     def denoise(self, state: State) -> Iterator[None]:
         state.undecided = answer(state, self.gen_length)
         competing: Bool[Tensor, "batch pos"] | None = None
-        for left in reversed(range(self.steps)):
-            if not bool(state.undecided_after().any()):
-                return
+        for left in state.while_undecided(reversed(range(self.steps))):
             yield
             state.begin_step()
             competing = state.undecided_before() if competing is None else competing

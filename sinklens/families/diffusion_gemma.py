@@ -115,7 +115,9 @@ class DiffusionGemmaSettings(RandomCanvas):
                 block.run(step, ended)
                 if block.over:
                     break
-            ended = ended | _ends(state, state.canvas[:, start : start + self.canvas_length]).any(dim=1)
+            ended = ended | decisions.among(state.canvas[:, start : start + self.canvas_length], state.eos_ids).any(
+                dim=1
+            )
             if bool(ended.all()):
                 return
 
@@ -151,7 +153,9 @@ class _OpenCanvas:
         logits = logits / self._settings.temperature(step)
         sampled = state.ids_at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
         entropy = state.through("hook_entropy", entropies(logits))
-        accepted = state.through("hook_accepted", lowest_entropies(entropy, self._settings.entropy_bound))
+        accepted = state.through(
+            "hook_accepted", decisions.within_bound(-entropy, entropy, self._settings.entropy_bound)
+        )
         noise = state.ids_at(state.tree.denoise.hook_renoise, self._noise(canvas))
         left = torch.where(accepted, sampled, noise)
         self._finish(logits, entropy)
@@ -220,28 +224,13 @@ def entropies(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, "batch 
     return -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
 
 
-def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[Tensor, "batch pos"]:
-    """True at the positions of lowest entropy whose predecessors, in ascending order, add up to at most `bound`.
-
-    The sum without a position's own entropy bounds the mutual information of the accepted tokens (2505.24857). The
-    lowest is always accepted.
-    """
-    ordered, order = entropy.sort(dim=-1)
-    accepted = ordered.cumsum(dim=-1) - ordered <= bound
-    return torch.zeros_like(accepted).scatter(-1, order, accepted)
-
-
-def _ends(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-    return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device))
-
-
 def _padded(
     state: State, settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
 ) -> Int[Tensor, "batch pos"]:
     """`tokens` with padding after the first end token, and everywhere in rows that ended in an earlier canvas."""
     if settings.pad_token_id is None:
         return tokens
-    ends = _ends(state, tokens).long()
+    ends = decisions.among(tokens, state.eos_ids).long()
     after = (ends.cumsum(dim=1) - ends > 0) | ended[:, None]
     return tokens.masked_fill(after, settings.pad_token_id)
 

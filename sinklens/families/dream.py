@@ -84,9 +84,7 @@ class DreamSettings(StopAtEnd, DreamRule):
         if self.stop_at_eos:
             state.require_end_tokens()
         times = self.times(self.steps)
-        for step in range(self.steps):
-            if not bool((state.canvas == state.mask_id).any()):
-                return
+        for step in state.while_undecided(range(self.steps)):
             yield
             self._step(state, times, step)
 
@@ -159,9 +157,7 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         times = self.times(self.steps_per_block)
         for start in range(state.prompt_length, state.prompt_length + self.gen_length, self.block_length):
             block = slice(start, start + self.block_length)
-            for number in range(self.steps_per_block):
-                if not bool((state.canvas[:, block] == state.mask_id).any()):
-                    break
+            for number in state.while_undecided(range(self.steps_per_block), (slice(None), block)):
                 yield
                 self._step(state, block, times, number)
 

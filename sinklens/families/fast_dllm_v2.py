@@ -18,7 +18,7 @@ decides the first token of the next one.
 Pitfall: keys of the sub-block cache are stale, so its tokens differ from those of a run without it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
@@ -103,15 +103,13 @@ class FastDllmV2Settings(Drawn, Blockwise):
         beyond = -(prompt_length + self.gen_length) % self.block_length
         return 0 if beyond == self.block_length - 1 else beyond
 
-    def denoise(self, state: State) -> Iterator[None]:
-        progress = self.begin(state, lambda masked: [1] * masked, early=True)
+    def progress(self, state: State) -> BlockProgress:
+        progress = BlockProgress(state, lambda masked: [1] * masked, self.stop_ids(state), early=True)
         if self.use_block_cache:
             state.cache_keys(SubBlockCache(state, progress, self.small_block_size))
-        while progress.advance(state.canvas):
-            yield
-            self._step(state, progress)
+        return progress
 
-    def _step(self, state: State, progress: BlockProgress) -> None:
+    def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
         drawn = self.draw(state, canvas, where, greedy=_offsets(state) == 0)

@@ -94,14 +94,13 @@ class GiddSettings(Steps):
         state.time = time.to(state.canvas.device).expand(len(state.canvas))
         canvas = state.begin_step()
         where = answer(state, self.gen_length)
-        probs = clean_probs(state.logits(canvas, where), state.mask_id)
+        probs = decisions.token_probabilities(state.logits(canvas, where), state.mask_id)
         weights = reverse(probs, canvas[where], mixture(state, time), mixture(state, until))
         if self.min_p > 0:
             lowest = weights.amax(dim=-1, keepdim=True).clamp(max=self.min_p)
             weights = weights.masked_fill(weights < lowest, 0.0)
         uniform = state.uniform(where, 1, weights.dtype)[:, 0]
-        proposed, drawn = state.propose(where, decisions.categorical_candidates(weights, uniform), canvas)
-        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
+        proposed = state.propose_drawn(where, decisions.categorical_candidates(weights, uniform), canvas, lambda: probs)
         state.commit(where, proposed)
 
 
@@ -152,7 +151,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         canvas = state.begin_step()
         where = answer(state, self.gen_length) & rows.running[:, None]
         logits = state.logits(canvas, where)
-        probs = clean_probs(logits / self.temperature, state.mask_id)
+        probs = decisions.token_probabilities(logits / self.temperature, state.mask_id)
         uniform = state.uniform(where, 1, probs.dtype)[:, 0]
         proposed, drawn = state.propose(where, decisions.categorical_candidates(probs, uniform), canvas)
         confidence = state.spread_confidence(where, decisions.probability(probs, drawn).double())
@@ -160,7 +159,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         rivals = confidence.masked_fill(~differs, -torch.inf)
         best = rivals.argmax(dim=1, keepdim=True)
         chosen = differs & torch.zeros_like(differs).scatter(1, best, True)
-        likely = canvas.masked_scatter(where, clean_probs(logits, state.mask_id).argmax(dim=-1))
+        likely = canvas.masked_scatter(where, decisions.token_probabilities(logits, state.mask_id).argmax(dim=-1))
         state.tied = decisions.chosen_among_equals(rivals, chosen)
         state.commit(chosen & self._kept(rows, torch.where(chosen, proposed, canvas), likely, where, chosen), proposed)
 
@@ -196,11 +195,6 @@ class _Rows:
     def __init__(self, state: State) -> None:
         self.running = torch.ones_like(state.canvas[:, 0], dtype=torch.bool)
         self.most, self.waited = torch.full_like(state.canvas[:, 0], -1), torch.zeros_like(state.canvas[:, 0])
-
-
-def clean_probs(logits: Float[Tensor, "drawn vocab"], mask_id: int) -> Float[Tensor, "drawn vocab"]:
-    """Probabilities of the clean tokens, which are never the mask."""
-    return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf).softmax(dim=-1)
 
 
 def noise_shares(time: Float[Tensor, "*shape"], p_uniform: float) -> NoiseShares:

@@ -26,7 +26,6 @@ masked positions once its passes are used up (the reference never ends).
 Pitfall: `unmask_step` is the step that wrote the *final* token. ``track.edited`` follows a position from step to step.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -83,13 +82,7 @@ class Llada2Settings(Drawn, Truncated, Passes, WholeBlocks):
             "out.",
         )
 
-    def denoise(self, state: State) -> Iterator[None]:
-        progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
-        while progress.advance(state.canvas):
-            yield
-            self._step(state, progress)
-
-    def _step(self, state: State, progress: BlockProgress) -> None:
+    def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = (canvas == state.mask_id) & block
         drawn = self.draw(state, canvas, where)
@@ -138,15 +131,10 @@ class Llada21Settings(Drawn, Truncated, WholeBlocks):
         """Largest number of steps: the passes of all blocks."""
         return self.blocks * (self.passes_with_masks + self.max_post_steps)
 
-    def denoise(self, state: State) -> Iterator[None]:
-        progress = _EditProgress(state, self)
-        if self.use_cache:
-            state.cache_keys()
-        while progress.advance(state.canvas):
-            yield
-            self._step(state, progress)
+    def progress(self, state: State) -> BlockProgress:
+        return _EditProgress(state, self)
 
-    def _step(self, state: State, progress: "_EditProgress") -> None:
+    def step(self, state: State, progress: "_EditProgress") -> None:
         canvas, block = state.begin_step(progress.window()), progress.current()
         masked = (canvas == state.mask_id) & block
         progress.count_pass(masked.any(dim=1))

@@ -127,9 +127,7 @@ class MdlmWindowSettings(Sampler):
         places = _places(state)
         for first in range(0, int(places.max()) + 1, self.stride_length):
             window, last = (places >= first) & (places < first + self.window_length), LastPrediction()
-            for step in range(self.window_steps):
-                if not bool(((state.canvas == state.mask_id) & window).any()):
-                    break
+            for step in state.while_undecided(range(self.window_steps), window):
                 yield
                 self._update(state, last, window, step)
 
@@ -143,8 +141,7 @@ class MdlmWindowSettings(Sampler):
         probs = decisions.token_probabilities(last.logits(state, canvas, where), state.mask_id)
         weights = decisions.posterior_weights(probs, state.mask_id, until / time)
         drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
-        proposed, drawn = state.propose(where, drawn, canvas)
-        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
+        proposed = state.propose_drawn(where, drawn, canvas, lambda: probs)
         state.commit(where & (proposed != state.mask_id), proposed)
 
 

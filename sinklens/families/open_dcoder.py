@@ -60,9 +60,7 @@ class OpenDcoderSettings(DreamRule):
     def denoise(self, state: State) -> Iterator[None]:
         variable = (state.canvas == state.mask_id) & state.real
         times = self.times(self.steps)
-        for step in range(self.steps):
-            if not bool((state.canvas == state.mask_id).any()):
-                return
+        for step in state.while_undecided(range(self.steps)):
             yield
             if self.alg == "p2":
                 self._plan(state, variable, (step + 1) / self.steps)

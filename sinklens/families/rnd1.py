@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from sinklens.errors import require
 from sinklens.families.base import ROTATION, VERIFIED_WITH_ROUTING, Family, kept, rotation
@@ -67,9 +65,7 @@ class Rnd1Settings(Truncated, ByConfidence, Steps):
     def denoise(self, state: State) -> Iterator[None]:
         start = ((state.canvas == state.mask_id) & state.real).sum(dim=1).tolist()
         schedules = [decisions.entropy_schedule(masks, self.steps) for masks in start]
-        for number, keep in enumerate(zip(*schedules, strict=True)):
-            if not bool((state.canvas == state.mask_id).any()):
-                return
+        for number, keep in state.while_undecided(enumerate(zip(*schedules, strict=True))):
             yield
             self._step(state, keep, last=number == self.steps - 1)
 
@@ -89,27 +85,14 @@ class Rnd1Settings(Truncated, ByConfidence, Steps):
         probability = decisions.probability(logs, candidates).double().exp()
         confidence = state.spread_confidence(where, probability if bounded else certainty)
         if bounded:
-            chosen = _within_gamma(confidence, where, certainty, self.eb_gamma or 0.0)
+            entropy = torch.zeros_like(confidence, dtype=certainty.dtype).masked_scatter(where, -certainty)
+            chosen = decisions.within_bound(confidence, entropy, self.eb_gamma or 0.0)
         else:
             waiting = (masked & ~where).sum(dim=1).tolist()
             left = [max(0, k - n) for k, n in zip(keep, waiting, strict=True)]
             doubt = torch.where(where, -confidence, -torch.inf)  # the published code ranks what stays masked
             chosen = where & ~decisions.most_confident(doubt, left, None, state.computed())
         state.commit(chosen, proposed, best_by=confidence)
-
-
-def _within_gamma(
-    confidence: Float[Tensor, "batch pos"],
-    where: Bool[Tensor, "batch pos"],
-    certainty: Float[Tensor, " masked"],
-    gamma: float,
-) -> Bool[Tensor, "batch pos"]:
-    """True at the most confident positions whose summed entropy, minus the largest of these, is at most `gamma`."""
-    entropy = torch.zeros_like(confidence, dtype=certainty.dtype).masked_scatter(where, -certainty)
-    order = confidence.argsort(dim=1, descending=True, stable=True)
-    ordered = entropy.gather(1, order)
-    within = ordered.cumsum(dim=1) - ordered.cummax(dim=1).values <= gamma
-    return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}
 
 
 def _unknown(name: str, sampler: type[Sampler]) -> str:
-    known = sampler.setting_names()
-    owners = [other.name for other in SAMPLERS.values() if name in other.setting_names()]
+    known = sampler.settings()
+    owners = [other.name for other in SAMPLERS.values() if name in other.settings()]
     if name in ELSEWHERE:
         return f"{name} is not a setting of the {sampler.name} sampler: pass {ELSEWHERE[name]}."
     hint = (
@@ -146,11 +146,11 @@ def settings_for(model: Any, given: Mapping[str, Any]) -> Sampler:
         raise SettingError(f"the {name} sampler {why}; choose one of {', '.join(fitting(model))}.")
     defaults = model.checkpoint.defaults
     if name != family.sampler:
-        defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}
+        defaults = {key: value for key, value in defaults.items() if key in sampler.settings()}
     chosen = {key: value for key, value in given.items() if key not in ("sampler", "mode")}
     if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
         chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
-    if family.block_causal and "block_length" in sampler.setting_names():
+    if family.block_causal and "block_length" in sampler.settings():
         given_length, length = chosen.get("block_length"), model.checkpoint.blocks.length
         require(
             given_length in (None, length),

@@ -13,7 +13,6 @@ proposal is the mask token stays masked (generate.py raises IndexError).
 Pitfall: a finished block is not decided again. A position of it that a hook masks again stays masked.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -65,13 +64,7 @@ class SdarSettings(Drawn, Truncated, Passes, WholeBlocks):
             f"at least one position; give at most {self.block_length}.",
         )
 
-    def denoise(self, state: State) -> Iterator[None]:
-        progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
-        while progress.advance(state.canvas):
-            yield
-            self._step(state, progress)
-
-    def _step(self, state: State, progress: BlockProgress) -> None:
+    def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = (canvas == state.mask_id) & block
         drawn = self.draw(state, canvas, where)

@@ -218,7 +218,7 @@ def _known_settings(read: RunSpec) -> None:
         SettingError: the sampler is.
     """
     samplers = list(SAMPLERS.values()) if read.sampler is None else [find_sampler(read.sampler)]
-    unknown = set(read.settings).difference(*(one.setting_names() for one in samplers))
+    unknown = set(read.settings).difference(*(one.settings() for one in samplers))
     require(not unknown, f"no such setting: {str(sorted(unknown)[:1])[1:-1]:.40}.")
 
 

@@ -71,6 +71,12 @@ class LoadRequest:
         check_arguments(self)
 
 
+def family_at(name_or_path: str | Path, options: Mapping[str, Any]) -> Family:
+    """The family as which a model is loaded with these arguments of `LoadRequest`."""
+    raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
+    return family_of(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+
+
 def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `LoadRequest` for several models, as they apply to one of them.
 
@@ -82,8 +88,7 @@ def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, A
     """
     if options.get("block_length") is None and options.get("mask_token_id") is None:
         return dict(options)
-    raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
-    family = family_of(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+    family = family_at(name_or_path, options)
     fits = {"block_length": family.block_causal, "mask_token_id": family.masked and not family.causal}
     return {name: value for name, value in options.items() if fits.get(name, True)}
 

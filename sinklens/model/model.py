@@ -76,7 +76,7 @@ class Model(ModuleMethods, SinglePasses):
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
         super().__init__(tree, inner="hf", as_modules=("ln_final",))
         tree.watch.follow(self.handover)
-        tree.tokenizer_of = lambda: self.tokenizer
+        tree.to_single_token = lambda text: self.to_single_token(text)
         if checkpoint.mask_token_id is not None:
             tree.masks = Masks(checkpoint.mask_token_id, checkpoint.family.shift, checkpoint.blocks)
         if checkpoint.adapter is not None:

@@ -5,7 +5,7 @@ rows alone.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,14 +21,11 @@ from sinklens.runs.intervention import HookFunction
 @contextmanager
 def attached(tree: HookTree, pairs: Sequence[tuple[str, HookFunction]], rows: int, guided: bool) -> Iterator[None]:
     """Attach (point, function) pairs for a batch of `rows`; on exit, restore the model."""
-    with ExitStack() as undo:
-        undo.callback(setattr, tree.watch, "forward_pass", ForwardPass())
-        for name, function in pairs:
-            point: Point = tree.hook_dict[name]  # type: ignore[assignment]
-            handle = point.add_hook(_checked(function, rows, guided))
-            undo.callback(point.fwd_hooks.remove, handle)
-            undo.callback(handle.hook.remove)
-        yield
+    with tree.hooks([(name, _checked(function, rows, guided)) for name, function in pairs]):
+        try:
+            yield
+        finally:
+            tree.watch.forward_pass = ForwardPass()
 
 
 def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:

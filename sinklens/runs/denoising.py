@@ -35,6 +35,7 @@ from sinklens.runs.recorder import SinkRecorder, of_pass, reading, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
+from sinklens.sampling.decisions import among
 from sinklens.sampling.key_cache import PolicyCache
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
 from sinklens.sampling.policies import as_policy
@@ -42,6 +43,7 @@ from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.memory import explained
+from sinklens.utils.progress import progress_bar
 from sinklens.utils.versions import versions
 
 
@@ -184,14 +186,9 @@ class Denoising:
         Raises:
             DeviceMemoryError: memory ran out; the model remains usable.
         """
-        from sinklens.utils.progress import Progress
-
-        with (
-            explained(self._what_to_lower),
-            self._hooked(),
-            Progress(self.settings.most_steps, self.request.progress) as bar,
-        ):
-            run(self.state, self.settings, [self, *listeners, bar], self._frames)
+        bar = progress_bar(self.settings.most_steps, self.request.progress)
+        with explained(self._what_to_lower), self._hooked(), bar as self._bar:
+            run(self.state, self.settings, [self, *listeners], self._frames)
 
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
@@ -231,7 +228,7 @@ class Denoising:
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
         masks = int((undecided & (ids >= 0)).sum())
         ids = ids[ids >= 0]
-        ends = torch.isin(ids, torch.tensor(self.model.eos_token_ids, dtype=ids.dtype)).nonzero()
+        ends = among(ids, self.model.eos_token_ids).nonzero()
         kept = ids[: int(ends[0])] if len(ends) else ids
         text = None
         if self.model.tokenizer is not None:
@@ -247,7 +244,8 @@ class Denoising:
         return None if data is None else SinkTrack(data)
 
     def before(self, step: int, state: State) -> None:
-        """Begin recording a step."""
+        """Show how much is done, and begin recording a step."""
+        self._bar.update(step - self._bar.n)
         if self._recorder is not None:
             self._recorder.begin_step(step)
 
@@ -262,6 +260,7 @@ class Denoising:
             point = self.model.tree.hook_dict[name]
             if isinstance(point, SamplerPoint) and point.reached != 0:
                 raise HookOrderError(never_passed(name, self.settings.name))
+        self._bar.update(step + 1 - self._bar.n)
         self.sums.end_step()
         if self._recorder is None:
             return

@@ -128,7 +128,7 @@ def _settings(
     Raises:
         SettingError: an argument has no meaning in a run of this model.
     """
-    names = find_sampler(sampler_name(model.family_record, given)).setting_names()
+    names = find_sampler(sampler_name(model.family_record, given)).settings()
     chosen = {name: value for name, value in given.items() if name in names}
     chosen |= known_options({name: value for name, value in given.items() if name not in {*names, *OTHER}})
     for name, (off, advice) in OTHER.items():

@@ -19,7 +19,6 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -327,12 +326,7 @@ def row_key(prompt: Sequence[int]) -> int:
 
 def layer_of(point: Point) -> int:
     """The layer of a point inside a block, also one of an encoder."""
-    return _layer_in(str(point.name))
-
-
-@cache
-def _layer_in(name: str) -> int:
-    return int(name.removeprefix(ENCODER).split(".")[1])
+    return int(str(point.name).removeprefix(ENCODER).split(".")[1])
 
 
 class Snapshot(NamedTuple):

@@ -16,6 +16,7 @@ own plan computes; all others are NaN, so that a record does not depend on the o
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -117,7 +118,7 @@ class SinkRecorder:
         points = self._tree.hook_dict
         others = (entry for entry in self._points if not isinstance(entry[0], Scores))
         try:
-            with reading((points[name], self._keeper(part, layer, name)) for part, layer, name in others):
+            with reading((points[name], partial(self._keep, *place, name)) for *place, name in others):
                 yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
@@ -126,18 +127,16 @@ class SinkRecorder:
         finally:
             self._watching.close()
 
-    def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
-        def keep(value: Tensor) -> None:
-            self._keep(quantity, layer, name, value[: self._rows], self._tree.watch.forward_pass)
-
-        return keep
-
-    def _keep(self, quantity: Quantity, layer: int, name: str, value: Tensor, forward_pass: ForwardPass) -> None:
+    def _keep(
+        self, quantity: Quantity, layer: int, name: str, value: Tensor, described: ForwardPass | None = None
+    ) -> None:
+        """Keep what a quantity needs of a value of a pass: the one `described`, or the one that runs."""
+        forward_pass = described or self._tree.watch.forward_pass
         columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
         planned = None if covers_all_columns(name) else forward_pass.computed  # its value covers all keys
         computed = forward_pass.decidable if forward_pass.fresh is None else planned
         computed = None if computed is None else computed[:, _slice(columns)]
-        self._kept[quantity.name, layer] = Kept(quantity.keep(value), columns, computed)
+        self._kept[quantity.name, layer] = Kept(quantity.keep(value[: self._rows]), columns, computed)
 
     def begin_step(self, step: int) -> None:
         """Choose the step's queries and watch its patterns; with a cache, later patterns need rows of earlier steps.

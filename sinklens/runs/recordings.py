@@ -156,7 +156,7 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
     """
     require_run(run, "run")
     chosen = run.settings
-    settings = {name: getattr(chosen, name) for name in chosen.setting_names() if getattr(chosen, name) is not None}
+    settings = {name: getattr(chosen, name) for name in chosen.settings() if getattr(chosen, name) is not None}
     settings = {name: value for name, value in settings.items() if isinstance(value, str | int | float | bool)}
     found = []
     for row, real in enumerate(run.real):
@@ -293,7 +293,7 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
     """The settings of the replaying run."""
     if recorded.sampler and "sampler" not in given and "mode" not in given:
         return {"sampler": recorded.sampler, **recorded.settings, **given}
-    names = find_sampler(sampler_name(model.family_record, given)).setting_names()
+    names = find_sampler(sampler_name(model.family_record, given)).settings()
     shape = {"gen_length": recorded.gen_length, "steps": recorded.steps, "block_length": recorded.gen_length}
     if model.family_record.block_causal:  # blocks are the model's, and their passes are those of the recorded run
         length = model.checkpoint.blocks.length

@@ -7,7 +7,8 @@ Pitfall: the block length is the model's, not the run's, because attention depen
 run records it; a value other than the model's is an error.
 """
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class BlockProgress:
         self._answer = state.real & (columns >= state.prompt_length)
         self._numbers = blocks.numbers(state.real).masked_fill(~state.real, -1)
         self._schedule, self._mask, self._early = schedule, state.mask_id, early
-        self._stop_ids = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
+        self._state, self._stop_ids = state, stop_ids
         first = torch.where(self._answer, self._numbers, self._numbers.max() + 1)
         self._block, self._last = first.amin(dim=1), self._numbers.amax(dim=1)
         self._running = torch.ones_like(self._block, dtype=torch.bool)
@@ -76,12 +77,11 @@ class BlockProgress:
 
     def ended(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows whose answer contains a stop token that no masked position precedes."""
-        masked = ((canvas == self._mask) & self._answer).cumsum(dim=1) > 0
-        return self.stops(canvas, self._answer & ~masked)
+        return self._state.ends(canvas, self._stop_ids).any(dim=1)
 
     def stops(self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows with a stop token at `where`."""
-        return (torch.isin(canvas, self._stop_ids) & where).any(dim=1)
+        return (decisions.among(canvas, self._stop_ids) & where).any(dim=1)
 
     def end(self, rows: Bool[Tensor, " batch"]) -> None:
         """End these rows; their current blocks may still have masked positions."""
@@ -153,11 +153,21 @@ class Blockwise(CachedBlocks):
         """The tokens that end a row."""
         return state.eos_ids if self.stop else ()
 
-    def begin(self, state: State, schedule: Schedule, **more: Any) -> BlockProgress:
-        """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
+    def denoise(self, state: State) -> Iterator[None]:
         if self.use_cache:
             state.cache_keys()
-        return BlockProgress(state, schedule, self.stop_ids(state), **more)
+        progress = self.progress(state)
+        while progress.advance(state.canvas):
+            yield
+            self.step(state, progress)
+
+    @abstractmethod
+    def progress(self, state: State) -> BlockProgress:
+        """The progress of a run at its start."""
+
+    @abstractmethod
+    def step(self, state: State, progress: Any) -> None:
+        """One step: a pass over the current blocks of all rows, and what it decides."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,10 @@ class Passes(BlocksOfRows):
     def steps(self) -> int:
         """Largest number of steps: the passes of all blocks."""
         return self.blocks * min(self.denoising_steps, self.block_length)
+
+    def progress(self, state: State) -> BlockProgress:
+        """Every block has all passes, also where it holds a part of the prompt."""
+        return BlockProgress(state, lambda masked: self.even_shares(self.block_length), self.stop_ids(state))
 
     def even_shares(self, positions: int) -> list[int]:
         """How many of a block's masked positions each pass decides."""

@@ -232,6 +232,11 @@ def clamped_negative_entropy(probs: Float[Tensor, "masked vocab"]) -> Float[Tens
 # --- commit -----------------------------------------------------------------------------------------------------
 
 
+def among(tokens: Int[Tensor, "*shape"], ids: Sequence[int]) -> Bool[Tensor, "*shape"]:
+    """Whether each token is one of `ids`."""
+    return torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
+
+
 def most_confident(
     confidence: Float[Tensor, "batch pos"],
     counts: Sequence[int],
@@ -336,6 +341,20 @@ def within_entropy(confidence: Float[Tensor, "batch pos"], bound: float) -> Bool
     ordered, order = confidence.sort(dim=1, descending=True, stable=True)
     within = (-ordered).cumsum(dim=1) < bound
     within[:, 0] = True
+    return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
+
+
+def within_bound(
+    confidence: Float[Tensor, "batch pos"], entropy: Float[Tensor, "batch pos"], bound: float
+) -> Bool[Tensor, "batch pos"]:
+    """True at the most confident positions whose summed entropy, minus the largest of these, is at most `bound`.
+
+    The sum without the largest entropy bounds the mutual information of the accepted tokens (2505.24857). The most
+    confident position is always accepted.
+    """
+    order = confidence.argsort(dim=1, descending=True, stable=True)
+    ordered = entropy.gather(1, order)
+    within = ordered.cumsum(dim=1) - ordered.cummax(dim=1).values <= bound
     return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
 
 

@@ -53,7 +53,7 @@ class ModeSteps:
     def __init__(
         self, state: State, settings: BlocksAfterPrompt, stop_ids: Sequence[int] = (), causal_context: bool = True
     ) -> None:
-        self._state, self._settings, self._causal = state, settings, causal_context
+        self._state, self._settings, self._stop_ids, self._causal = state, settings, stop_ids, causal_context
         end = state.prompt_length + settings.gen_length
         if state.canvas.shape[1] != end + settings.spare(state.prompt_length):
             raise SettingError(
@@ -61,15 +61,12 @@ class ModeSteps:
                 "put them before the prompt."
             )
         self._columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
-        self._ends = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
         if settings.use_cache:
             state.cache_keys()
 
     def ended(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows whose answer has a stop token that no masked position precedes."""
-        answer = self._columns >= self._state.prompt_length
-        masked = ((canvas == self._state.mask_id) & answer).cumsum(dim=1) > 0
-        return (torch.isin(canvas, self._ends) & answer & ~masked).any(dim=1)
+        return self._state.ends(canvas, self._stop_ids).any(dim=1)
 
     def masked(self, canvas: Int[Tensor, "batch pos"], block: range, draft: bool = False) -> Bool[Tensor, "batch pos"]:
         """The masked positions of a block, in rows that have not ended; a stop token of a `draft` ends none."""
@@ -78,7 +75,7 @@ class ModeSteps:
 
     def cut(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """`canvas`, masked again after the first stop token of each answer."""
-        ends = torch.isin(canvas, self._ends) & (self._columns >= self._state.prompt_length)
+        ends = decisions.among(canvas, self._stop_ids) & (self._columns >= self._state.prompt_length)
         return canvas.masked_fill(ends.cumsum(dim=1) - ends.long() > 0, self._state.mask_id)
 
     def within(self, columns: range) -> Bool[Tensor, " pos"]:

@@ -76,9 +76,7 @@ class FallingTime(Steps):
 
     def denoise(self, state: State) -> Iterator[None]:
         last = LastPrediction()
-        for times in self.schedule():
-            if not bool((state.canvas == state.mask_id).any()):
-                return
+        for times in state.while_undecided(self.schedule()):
             yield
             state.time = times.sigma.to(state.canvas.device).expand(len(state.canvas))
             canvas = state.begin_step()
@@ -91,8 +89,9 @@ class FallingTime(Steps):
                 drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
             else:
                 drawn = weights.argmax(dim=-1)
-            proposed, _ = state.propose(where, drawn, canvas)
-            state.show_confidence(where, partial(_probability, logits, proposed[where], state.mask_id))
+            proposed = state.propose_drawn(
+                where, drawn, canvas, partial(decisions.token_probabilities, logits, state.mask_id)
+            )
             state.commit(where & (proposed != state.mask_id), proposed)
 
     @abstractmethod
@@ -104,13 +103,6 @@ class FallingTime(Steps):
     def draws(self, times: StepTime) -> bool:
         """Whether the step draws; otherwise it takes the largest weight."""
         return True
-
-
-def _probability(
-    logits: Float[Tensor, "masked vocab"], tokens: Int[Tensor, " masked"], mask_id: int
-) -> Float[Tensor, " masked"]:
-    """The network's probability of each token behind its mask; 0 for the mask itself."""
-    return decisions.probability(decisions.token_probabilities(logits, mask_id), tokens)
 
 
 class LastPrediction:

@@ -174,8 +174,7 @@ class PsiSampler(Steps):
                 probs = decisions.truncate(logs, Truncation(top_p=self.top_p)).softmax(dim=-1)
             weights = self._weights(state, probs, present, update)
             drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], torch.float64))
-        proposed, drawn = state.propose(where, drawn, canvas)
-        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
+        proposed = state.propose_drawn(where, drawn, canvas, lambda: probs)
         state.commit(where, proposed, undecided=self.undecided(state, last))
 
     def _weights(

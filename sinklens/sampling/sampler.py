@@ -169,11 +169,6 @@ class Sampler(ABC):
         filled = {entry.name for entry in fields(cls) if not entry.metadata.get("setting", True)}
         return {name: one for name, one in arguments(cls).items() if name not in filled}
 
-    @classmethod
-    def setting_names(cls) -> list[str]:
-        """Names of its settings, without fields that a run fills in."""
-        return list(cls.settings())
-
 
 FILLED_IN = {"setting": False}
 """Metadata of a field that the run fills in."""

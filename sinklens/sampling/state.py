@@ -5,8 +5,9 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +18,7 @@ from sinklens.hooks.attention.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
-from sinklens.sampling.decisions import RowNoise, chosen_among_equals
+from sinklens.sampling.decisions import RowNoise, among, chosen_among_equals, probability
 from sinklens.sampling.key_cache import KeyCache, Policy, PolicyCache, one_later
 
 
@@ -236,12 +237,16 @@ class State:
 
         A row has ended when its answer holds an end token and everything before that token is decided.
         """
-        masked = canvas == self.mask_id
-        ends = torch.isin(canvas, torch.tensor(self.eos_ids, dtype=canvas.dtype, device=canvas.device))
-        ends[:, : self.prompt_length] = False
-        ends &= masked.cumsum(dim=1) == 0
+        masked, ends = canvas == self.mask_id, self.ends(canvas, self.eos_ids)
         token = canvas.gather(1, ends.long().argmax(dim=1, keepdim=True))
         return torch.where(masked & ends.any(dim=1, keepdim=True), token, canvas)
+
+    def ends(self, canvas: Int[Tensor, "batch pos"], stop_ids: Sequence[int]) -> Bool[Tensor, "batch pos"]:
+        """The stop tokens in the answer that no masked position precedes; `canvas` may lack the last columns."""
+        columns = torch.arange(canvas.shape[1], device=canvas.device)
+        answer = self.real[:, : canvas.shape[1]] & (columns >= self.prompt_length)
+        masked = ((canvas == self.mask_id) & answer).cumsum(dim=1) > 0
+        return among(canvas, stop_ids) & answer & ~masked
 
     def require_end_tokens(self) -> None:
         """Refuse ``stop_at_eos`` of a model without end tokens.
@@ -262,6 +267,13 @@ class State:
     def undecided_after(self) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of `canvas`."""
         return self.canvas == self.mask_id if self.undecided is None else self.undecided
+
+    def while_undecided(self, items: Iterable[Any], where: Any = ...) -> Iterator[Any]:
+        """The items, until no position of the canvas, or of its part ``canvas[where]``, is undecided."""
+        for item in items:
+            if not bool(self.undecided_after()[where].any()):
+                return
+            yield item
 
     def logits(
         self,
@@ -289,7 +301,7 @@ class State:
         if self.keys is not None:
             hidden, where = self._partial(self.keys, rows, real, where)
         else:
-            running = self._running()
+            running = self.running(self.tree.denoise.hook_logits)
             chosen, columns = running.repeat(len(rows) // len(where)), self._columns(real)
             blocks = self.tree.attention_blocks
             rule = blocks.of_rows(running) if blocks is not None and blocks.sealed else None
@@ -337,12 +349,10 @@ class State:
             )
         return logits
 
-    def _running(self) -> Bool[Tensor, " batch"]:
-        """The rows that the pass computes: all while anything is watched, else the active ones."""
-        alone = bool(self.active.any()) and not bool(self.active.all())
-        if alone and not self.tree.denoise.hook_logits.watched and not self.tree.is_watched:
-            return self.active
-        return torch.ones_like(self.active)
+    def running(self, *points: Point) -> Bool[Tensor, " batch"]:
+        """The rows that the pass computes: all while it or one of `points` is watched, else the active ones."""
+        alone = bool(self.active.any()) and not self.tree.is_watched and not any(point.watched for point in points)
+        return self.active if alone else torch.ones_like(self.active)
 
     def _columns(self, seen: Bool[Tensor, "batch pos"]) -> slice:
         """The columns that the pass computes: all while anything is watched, else those in any row's window."""
@@ -381,6 +391,18 @@ class State:
         watched = point.watched  # asked before: a trace block has gone on when the point returns
         proposed = self.ids_at(point, canvas.masked_scatter(where, candidates))
         return proposed, proposed[where] if watched else candidates
+
+    def propose_drawn(
+        self,
+        where: Bool[Tensor, "batch pos"],
+        drawn: Int[Tensor, " masked"],
+        canvas: Int[Tensor, "batch pos"],
+        probs: Callable[[], Tensor],
+    ) -> Int[Tensor, "batch pos"]:
+        """`propose` where the step decides without confidence: the canvas; `probs` is called if somebody reads it."""
+        proposed, candidates = self.propose(where, drawn, canvas)
+        self.show_confidence(where, lambda: probability(probs(), candidates))
+        return proposed
 
     def spread_confidence(
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]

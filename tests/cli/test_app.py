@@ -125,6 +125,8 @@ def test_what_a_command_prints(arguments, texts, capsys):
             "belongs to the dream, dream-blocks and open-dcoder samplers",
         ),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
+        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--sampler", "sdar"], "sdar sampler fits block-causal"),
+        (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--mode", "diffusion"], "which decode in one way"),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--cache", "duel"], "no cache policy is called 'duel'"),
         (["protocols", "mmada-gsm8"], "Nearest: mmada-gsm8k"),
         (["protocols", "--model", "no such model"], "no protocol has a published score of a model"),
@@ -167,6 +169,14 @@ def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, ca
         (["hooks", "tiny-llada", "--al"], "Unknown option: --al. Did you mean --all?"),  # no abbreviations
         (["trace", "m"], 'Command "trace" parameter --prompt requires an argument'),
         (["evaluate", "m", "--batch-size", "1.5"], "Invalid value for --batch-size: must be an integer; got '1.5'"),
+        *(
+            (
+                [*call, "--seed", seed],
+                f"Invalid value for --seed: seed must be an integer from 0 to 2**63 - 1; got {seen}.",
+            )
+            for call in (["trace", "m", "--prompt", "x"], ["analyse", "existence", "m"], ["evaluate", "m"])
+            for seed, seen in (("9" * 20, "9" * 20), ("-1", "'-1'"), ("1.5", "'1.5'"))
+        ),
         (["evaluate", "m", "--queries", "any"], 'Invalid value "any" for --queries. Choose from: "newest", "all"'),
     ],
 )
@@ -181,9 +191,7 @@ def test_help_explains_every_sampler_setting():
     found = {option.name: option.parameter.help for option in options_of("trace")}
     owners = re.match(r"\[(.*?)\] blocks of this length", found["--block-length"])
     assert owners is not None
-    assert owners.group(1).split(", ") == [
-        name for name in SAMPLERS if "block_length" in SAMPLERS[name].setting_names()
-    ]
+    assert owners.group(1).split(", ") == [name for name in SAMPLERS if "block_length" in SAMPLERS[name].settings()]
     assert found["--alg-temp"].startswith("[dream, open-dcoder] temperature for choosing positions")
     for name, argument in {
         name: one for sampler in SAMPLERS.values() for name, one in sampler.settings().items()
@@ -194,29 +202,21 @@ def test_help_explains_every_sampler_setting():
 
 
 @pytest.mark.extended
-def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
-    base = ["trace", "tiny-llada", "--prompt", "Question: 2\nAnswer:", "--gen-length", "4"]
-    assert main([*base, "--out", str(tmp_path / "a"), "--sampler", "dream", "--alg", "topk_margin"]) == 0
-    track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
-    assert track.data.attrs["sampler"] == "dream"
-    assert json.loads(track.data.attrs["settings"])["alg"] == "topk_margin"
-    assert main([*base, "--out", str(tmp_path / "b"), "--sampler", "sdar"]) == 1
-    assert "the sdar sampler fits block-causal attention, but llada models" in capsys.readouterr().err
-
-
-@pytest.mark.extended
-def test_a_mode_is_chosen_by_name(two_modes, tmp_path, capsys):
-    base = ["trace", str(two_modes), "--prompt", "Tom has 5.", "--gen-length", "8", "--block-length", "4"]
-    assert main([*base, "--out", str(tmp_path / "a"), "--mode", "diffusion", "--threshold", "0.5"]) == 0
-    track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
-    assert track.data.attrs["sampler"] == "nemotron-diffusion"
-    assert track.modes[0] == "prefill"
-    assert track.modes.count("commit") == 2
-    assert main([*base, "--out", str(tmp_path / "b"), "--mode", "autoregressive"]) == 1
-    assert "block_length is not a setting of the autoregressive sampler" in capsys.readouterr().err
-    plain = ["trace", "tiny-llada", "--prompt", "Question: 2\nAnswer:", "--gen-length", "4", "--mode", "diffusion"]
-    assert main([*plain, "--out", str(tmp_path / "c")]) == 1
-    assert "llada models, which decode in one way" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("tiny-llada", "--sampler dream --alg topk_margin", {"sampler": "dream", "alg": "topk_margin"}),
+        ("tiny-llada", "--block-length 2", {"sampler": "llada", "block_length": 2}),
+        ("tiny-sdar", "--block-length 2", {"sampler": "sdar", "block_length": 2}),
+        ("two modes", "--mode diffusion --block-length 2 --threshold 0.5", {"sampler": "nemotron-diffusion"}),
+    ],
+)
+def test_options_choose_the_sampler_the_mode_and_the_length_of_blocks(model, options, expected, two_modes, tmp_path):
+    """The length of blocks loads a block-causal model, and is a setting of the sampler of any other."""
+    asked = ["trace", str(two_modes) if model == "two modes" else model, "--prompt", "Tom has 5.", "--gen-length", "4"]
+    assert main([*asked, *options.split(), "--out", str(tmp_path / "out")]) == 0
+    attrs = SinkTrack.open(tmp_path / "out" / "sinks.nc").data.attrs
+    assert ({"sampler": attrs["sampler"]} | json.loads(attrs["settings"])).items() >= expected.items()
 
 
 @pytest.mark.extended
@@ -277,15 +277,6 @@ def test_an_option_has_the_name_the_type_and_the_default_of_its_argument(group, 
         assert argument.default in (None, False) or f"(default: {argument.default}" in option.help, name
 
 
-@pytest.mark.extended
-def test_the_block_length_of_a_block_causal_model_loads_it_and_of_another_sets_its_sampler(tmp_path):
-    asked = ["--prompt", "Question: 2\nAnswer:", "--gen-length", "8", "--block-length", "4"]
-    for model in ("tiny-sdar", "tiny-llada"):
-        assert main(["trace", model, *asked, "--out", str(tmp_path / model)]) == 0
-        track = SinkTrack.open(tmp_path / model / "sinks.nc")
-        assert json.loads(track.data.attrs["settings"])["block_length"] == 4
-
-
 OUTS = {
     "demo": ["demo"],
     "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
@@ -337,21 +328,6 @@ def test_an_interrupt_during_imports_is_one_message(capsys, monkeypatch):
     monkeypatch.setattr("sinklens.cli.app.build", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["models"]) == 130
     assert capsys.readouterr().err == "sinklens: interrupted; unfinished files were discarded.\n"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["trace", "m", "--prompt", "x", "--out", "o"],
-        ["analyse", "existence", "m"],
-        ["evaluate", "m", "--task", "t", "--out", "o"],
-    ],
-)
-def test_an_invalid_seed_is_incorrect_usage(arguments, capsys):
-    for given, shown in (("99999999999999999999", "99999999999999999999"), ("-1", "'-1'"), ("1.5", "'1.5'")):
-        assert main([*arguments, "--seed", given]) == 2
-        said = capsys.readouterr().err
-        assert f"--seed: seed must be an integer from 0 to 2**63 - 1; got {shown}." in said
 
 
 @pytest.mark.extended

@@ -53,16 +53,6 @@ def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
     assert {"accuracy.png", "table.csv"} < {file.name for file in tmp_path.iterdir()}
 
 
-@pytest.mark.extended
-def test_a_dry_run_estimates_the_cost_and_writes_nothing(tmp_path, capsys):
-    out = tmp_path / "results"
-    code, printed, _ = run(capsys, "evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", 1, "--limit", 4,
-                        "--out", out, "--dry-run")  # fmt: skip
-    assert code == 0
-    assert printed.startswith("tiny-llama\n  4 samples x 2 runs: ")
-    assert not out.exists()
-
-
 @pytest.mark.usefixtures("isolation")
 def test_generated_programs_run_only_on_request(tmp_path, capsys):
     flags = ["--task", "tiny-code", "--limit", 2, "--out", tmp_path]
@@ -237,18 +227,22 @@ def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_toke
 
 
 @pytest.mark.extended
-def test_text_prompts_need_a_tokenizer_and_expected_ids_must_fit_the_answer_length(tmp_path, capsys, no_tokenizer):
-    file, out = tmp_path / "a.jsonl", tmp_path / "out"
-    for line, text in (
-        ({"prompt": "a", "expected": [5]}, "has no tokenizer, and the prompts of this task are text."),
-        ({"prompt": [2, 5], "expected": "a"}, "or give prompts and expected answers as token ids (--prompts FILE)."),
-        ({"prompt": [2, 5], "expected": [5] * 5}, "prompts/0 expects 5 tokens, but answers of"),
-        ({"prompt": [2, 99999], "expected": [5]}, "99999"),
-    ):
-        file.write_text(f"{json.dumps(line)}\n")
-        code, _, printed = run(capsys, "evaluate", no_tokenizer, "--prompts", file, "--gen-length", 4, "--out", out)
-        assert code == 1
-        assert text in printed
+@pytest.mark.parametrize(
+    ("prompt", "expected", "text"),
+    [
+        ("a", [5], "has no tokenizer, and the prompts of this task are text."),
+        ([2, 5], "a", "or give prompts and expected answers as token ids (--prompts FILE)."),
+        ([2, 5], [5] * 5, "prompts/0 expects 5 tokens, but answers of"),
+        ([2, 99999], [5], "99999"),
+    ],
+)
+def test_text_prompts_need_a_tokenizer_and_expected_ids_must_fit_the_answer_length(
+    tmp_path, capsys, no_tokenizer, prompt, expected, text
+):
+    (file := tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "expected": expected}))
+    call = ["evaluate", no_tokenizer, "--prompts", file, "--gen-length", 4, "--out", tmp_path / "out"]
+    code, _, printed = run(capsys, *call)
+    assert (code, text in printed) == (1, True), printed
 
 
 def test_an_interrupt_says_that_finished_samples_are_kept(tmp_path, capsys, monkeypatch):
@@ -298,32 +292,19 @@ def records(ledger, condition):
 
 
 @pytest.mark.extended
-def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
+def test_a_dry_run_needs_no_weights_plans_for_the_stated_card_and_writes_nothing(tmp_path, capsys):
     folder = tmp_path / "empty"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(find_checkpoint("tiny-llada") / name, folder)
     code, printed, _ = run(
         capsys, "evaluate", folder, "--task", "tiny-gsm", "--limit", 4, "--out", tmp_path / "out", "--dry-run",
-        "--card", "a100", "--cards", 2, "--utilization", 0.5,
+        "--card", "a100", "--cards", 2, "--utilization", 0.5, "--mask-sinks", 1,
     )  # fmt: skip
     assert code == 0
+    assert printed.startswith(f"{folder}\n  4 samples x 2 runs: ")
+    assert not (tmp_path / "out").exists()
     assert "on 2 x A100 (80 GB) at 50% of 312 TFLOP/s" in printed
-
-
-HOSTILE = "/m/50%_a|b&c<b>[red]x\x1b[2J"
-ESCAPED = "/m/50%_a|b&c<b>[red]x\\x1b[2J"
-
-
-def test_the_names_in_a_table_are_escaped(tmp_path, capsys):
-    for condition in masking([1], ["random"]):
-        planted_run(tmp_path, {"s": True}, condition, model=HOSTILE)
-    planted_run(tmp_path, {"s": True}, model="=1+1")
-    code, printed, _ = run(capsys, "table", tmp_path)
-    assert (code, "\x1b" in printed, f"{ESCAPED}: accuracy" in printed) == (0, False, True), printed
-    written = (tmp_path / "table.csv").read_text()
-    assert ("\x1b" in written, ESCAPED in written, "'=1+1," in written) == (False, True, True)
-    assert written.startswith("task,protocol,model,condition,masked,")
 
 
 @pytest.mark.extended

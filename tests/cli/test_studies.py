@@ -120,12 +120,6 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
     assert capsys.readouterr().out == printed
 
 
-def test_malformed_prompts_are_rejected(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\ntwo\n')
-    assert main(["analyse", "existence", "tiny-llama", "--prompts", str(tmp_path / "a.jsonl")]) == 1
-    assert "a.jsonl, line 2 is not valid JSON" in capsys.readouterr().err
-
-
 def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
     """Two models stand in for two seeds: every ratio over seeds is the geometric mean of the models'."""
     call = ["analyse", "existence", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seeds"]

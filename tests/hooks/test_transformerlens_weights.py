@@ -210,11 +210,16 @@ def test_a_text_that_is_one_token_names_its_direction(tmp_path):
     cache = model.run_with_cache(random_ids())[1]
     stack = cache.decompose_resid()
     close(cache.logit_attrs(stack, " apples"), cache.logit_attrs(stack, token[0]))
-    with pytest.raises(PromptError, match=r"' apples apples' is 2 tokens, \[' apples', ' apples'\]; give a text"):
+    with pytest.raises(PromptError, match=r"' apples apples' is 2 tokens, \[' apples', ' apples'\]; pass text"):
         model.tree.to_single_token(" apples apples")
 
 
 REFUSED = [
+    (
+        lambda model: [model.set_ungroup_grouped_query_attention(value) for value in (False, True)],
+        SettingError,
+        r"keep their 2 key/value heads; query head h reads key/value head h // 3\.",
+    ),
     (lambda model: model.all_composition_scores("X"), SettingError, "mode must be one of 'Q', 'K' and 'V'; got 'X'"),
     (
         lambda model: model.accumulated_bias(3, mlp_input=True),
@@ -224,7 +229,7 @@ REFUSED = [
     (
         lambda model: model.tokens_to_residual_directions("a"),
         PromptError,
-        "'a' needs a tokenizer, and this model has none; give token ids",
+        "has no tokenizer, so it accepts token ids",
     ),
     *(
         (

@@ -18,7 +18,7 @@ from building import (
 from transformers import DynamicCache
 
 import sinklens
-from sinklens.errors import HookNameError, SettingError, SinklensError
+from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import aliases, names, table
 
 BATCH, LENGTH = 2, 7
@@ -263,10 +263,3 @@ def test_a_compiled_model_is_refused(part):
     for call in (model, lambda ids: model.run_with_hooks(ids, fwd_hooks=[]), lambda ids: sinklens.generate(model, ids)):
         with pytest.raises(SinklensError, match=f"{part or 'the model'} was compiled"):
             call(random_ids())
-
-
-def test_keys_and_values_keep_their_heads():
-    model = shared_model("llama")
-    model.set_ungroup_grouped_query_attention(False)
-    with pytest.raises(SettingError, match=r"keep their 2 key/value heads; query head h reads key/value head h // 3\."):
-        model.set_ungroup_grouped_query_attention(True)

@@ -44,7 +44,7 @@ def test_the_settings_offered_are_those_of_the_samplers_that_fit(tiny_llada, tin
             if model.family_record.attention in one.attention and not one.sets_time and one.masked is not False
         ]
         for name, forms in offered["of"].items():
-            assert [form["name"] for form in forms] == SAMPLERS[name].setting_names()
+            assert [form["name"] for form in forms] == list(SAMPLERS[name].settings())
             assert all(form["help"] and form["type"] in ("int", "float", "bool", "str") for form in forms)
     fields = {form["name"]: form for form in of_settings(tiny_llada)["fields"]}
     assert fields["remasking"]["choices"] == ["low_confidence", "random"]

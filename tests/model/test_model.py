@@ -13,7 +13,6 @@ from building import (
     random_model,
     shared_model,
 )
-from nnsight.intervention.interleaver import OutOfOrderError
 
 from sinklens.errors import SinklensError
 from sinklens.model import load
@@ -92,15 +91,6 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
     for name, value in plain.items():
         close(cache[f"model.{name}"].output, value)
     assert torch.equal(model(ids), shared_model()(ids))
-
-
-def test_requesting_a_point_that_the_pass_has_left_is_an_error():
-    model, ids = shared_model(), random_ids()
-    with pytest.raises(OutOfOrderError, match=r"blocks\.0\.hook_resid_mid\.output\S* was requested"):
-        with model.trace(ids):
-            model.blocks[1].hook_resid_mid.output  # noqa: B018
-            model.blocks[0].hook_resid_mid.output  # noqa: B018
-    assert not any(point.watched for point in model.tree.hook_dict.values())
 
 
 @pytest.mark.parametrize("causal", [False, True])

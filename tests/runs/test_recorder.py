@@ -88,12 +88,6 @@ def test_grouped_heads_share_the_norm_of_their_value_head():
         assert_recorded(run, 2)
 
 
-def test_under_guidance_only_the_conditional_rows_are_recorded(tiny_llada):
-    run = sinklens.generate(tiny_llada, PROMPTS[:2], cfg_scale=1.5, steps=3, record_sinks=ALL)
-    assert run.sinks.data.sizes["batch"] == 2
-    assert_recorded(run, 2)
-
-
 def test_a_row_is_recorded_the_same_alone_and_in_a_batch(run):
     alone = sinklens.generate(run.model, PROMPTS[0], gen_length=8, record_sinks=ALL).sinks
     width, steps = alone.data.sizes["pos"], alone.steps

@@ -26,7 +26,7 @@ def waits(model, record, hooks):
     return {name: (found[1][name] - count) / 8 for name, count in found[0].items() if found[1][name] > count}
 
 
-SAMPLER = {"_local_scalar_dense": 5, "index": 4, "nonzero": 1, "copies": 1}
+SAMPLER = {"_local_scalar_dense": 4, "index": 4, "nonzero": 1, "copies": 1}
 """Whether the block is done, rows run alone, padding is known and logits are NaN; the masked positions; the commit."""
 
 
@@ -36,7 +36,7 @@ SAMPLER = {"_local_scalar_dense": 5, "index": 4, "nonzero": 1, "copies": 1}
         (False, (), {}),
         (True, (), {"copies": 10}),  # what the track keeps of the step
         # ids that a hook may have written; the keys that there are, and how many are taken; layers without any
-        (False, MaskSinks(5), {"nonzero": 2, "_local_scalar_dense": 7, "copies": 2}),
+        (False, MaskSinks(5), {"nonzero": 2, "_local_scalar_dense": 6, "copies": 2}),
     ],
     ids=["unwatched", "recorded", "masked"],
 )

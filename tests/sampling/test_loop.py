@@ -113,12 +113,6 @@ def test_greedy_decoding_equals_that_of_transformers(tiny_llama):
     assert (ours.tokens[0, theirs.shape[1] :] == -1).all()
 
 
-def test_an_autoregressive_commit_cannot_be_withheld(tiny_llama):
-    hooks = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
-    with pytest.raises(sinklens.SinklensError, match=r"hook_commit of an autoregressive model cannot be False"):
-        sinklens.generate(tiny_llama, PROMPTS[0], hooks=hooks)
-
-
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
 def test_logits_that_are_nan_end_the_run_with_an_error(worded, architecture, causal):
     def spoil(value, hook):

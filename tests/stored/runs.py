@@ -109,7 +109,7 @@ def _patterns(expected: dict[str, Tensor]) -> list[Tensor]:
 
 def _named(folder: ReferenceFolder, given: dict[str, Any]) -> dict[str, Any]:
     """The settings that the folder's sampler has; `max_new_tokens` is `gen_length`."""
-    known = SAMPLERS[FOLDERS[folder.path.name].sampler].setting_names()
+    known = SAMPLERS[FOLDERS[folder.path.name].sampler].settings()
     renamed = {"gen_length" if key == "max_new_tokens" else key: value for key, value in given.items()}
     return {key: value for key, value in renamed.items() if key in known and value is not None}
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from sinklens.utils import progress
-from sinklens.utils.progress import Progress
+from sinklens.utils.progress import progress_bar
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,8 @@ def test_it_appears_on_request_or_on_a_terminal_after_a_delay(monkeypatch, wante
     drawn.isatty = lambda: terminal
     monkeypatch.setattr(progress, "PATIENCE", patience)
     monkeypatch.setattr(sys, "stderr", drawn)
-    with Progress(5, wanted) as bar:
-        bar._bar.mininterval = 0
-        for step in range(5):
-            bar.before(step, None)
-            bar.after(step, None)
+    with progress_bar(5, wanted) as bar:
+        bar.mininterval = 0
+        for _ in range(5):
+            bar.update()
         assert "5/5" in drawn.getvalue() if appears else drawn.getvalue() == ""
