@@ -118,7 +118,7 @@ class SinkRecorder:
         points = self._tree.hook_dict
         others = (entry for entry in self._points if not isinstance(entry[0], Scores))
         try:
-            with reading((points[name], partial(self._keep, *place, name)) for *place, name in others):
+            with reading((points[entry[2]], partial(self._keep, *entry)) for entry in others):
                 yield
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
