@@ -317,9 +317,9 @@ def merge(hf: "PreTrainedModel", changes: Mapping[str, Change], tied: Mapping[st
             hf.config.get_text_config().tie_word_embeddings = False
     for places, value, scale, turned, rows in changes.values():
         if isinstance(value, LowRank):
-            device = hf.get_parameter_or_buffer(places[0].name).device
-            a, b = (factor.to(device).double() for factor in value)
-            product = scale * (b @ a)
+            weight = hf.get_parameter_or_buffer(places[0].name)
+            a, b = (factor.to(weight.device, torch.promote_types(weight.dtype, torch.float32)) for factor in value)
+            product = (scale * b) @ a
             pieces = (product.mT if turned else product).split([one.shape[0] for one in places])
         else:
             pieces = (value,) if rows else value.split([one.shape[0] for one in places])

@@ -40,6 +40,7 @@ from sinklens.model.reading import DeviceMap
 from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
 from sinklens.utils.arguments import Count
+from sinklens.utils.memory import collection_paused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -321,7 +322,8 @@ def load(
         block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, adapter=adapter, check=check,
     )  # fmt: skip
     if isinstance(name_or_path, str | Path):
-        return _with_hook_points(load_checkpoint(name_or_path, request), check)
+        with collection_paused():
+            return _with_hook_points(load_checkpoint(name_or_path, request), check)
     require(
         (revision, device_map, device, dtype) == (None, None, None, "auto"),
         "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "

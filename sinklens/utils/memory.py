@@ -1,4 +1,4 @@
-"""Out-of-memory failures, as one clear error that leaves the model usable.
+"""Out-of-memory failures, as one clear error that leaves the model usable; and a pause of the garbage collector.
 
 PyTorch reports how much it tried to allocate, not what to change. `explained` converts PyTorch's and Python's errors
 into a `DeviceMemoryError` that does. It releases the tensors of the failed pass, including those that the traceback
@@ -47,3 +47,17 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Collect no garbage inside the block: where many lasting objects are made, the collector walks all of them again
+    and again. Reference counts free everything but cycles as usual.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()

@@ -1,7 +1,9 @@
 """A run that exhausts memory reports what to lower and leaves the model unchanged."""
 
 import gc
+import importlib
 import weakref
+from contextlib import nullcontext
 
 import accelerate
 import pytest
@@ -9,7 +11,7 @@ import torch
 from building import random_hf, random_ids, shared_model
 
 import sinklens
-from sinklens.errors import DeviceMemoryError
+from sinklens.errors import CheckpointError, DeviceMemoryError
 from sinklens.utils.memory import explained
 
 GIVEN = {"gen_length": 4, "steps": 4, "progress": False}
@@ -87,3 +89,15 @@ def test_other_errors_pass_through():
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         with explained(lambda: "never called"):
             raise RuntimeError("shapes differ")
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "./nothing-here"])
+def test_garbage_collection_pauses_only_while_a_model_is_loaded(name, monkeypatch):
+    running, module = [], importlib.import_module("sinklens.model.model")
+    read, wrap = module.load_checkpoint, module.Model
+    monkeypatch.setattr(module, "load_checkpoint", lambda *given: running.append(gc.isenabled()) or read(*given))
+    monkeypatch.setattr(module, "Model", lambda *given: running.append(gc.isenabled()) or wrap(*given))
+    with pytest.raises(CheckpointError, match=r"nothing-here") if name.startswith(".") else nullcontext():
+        sinklens.load(name)
+    assert not any(running)
+    assert gc.isenabled()
