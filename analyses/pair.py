@@ -10,9 +10,10 @@ only in their objective and the attention that it needs. A causal model reads ea
 beside all shares.
 
 ``keys`` compares the keys, queries and values of sinks, and of the first position, with the others of the same head, by
-layer. ``fates`` follows every sink of one model into another, on the same text: is its position a sink of the same
-head there, or of another head of that layer? By chance alone, some are. So the share is also measured against what the
-second model makes of *another text* at that position.
+layer. ``matched`` hides sinks or, instead, other keys of the same heads with as much attention. This is possible
+only in heads whose sinks receive at most as much as their other keys. ``fates`` follows every sink of one model into
+another, on the same text: is its position a sink of the same head there, or of another head of that layer? By chance
+alone, some are. So the share is also measured against what the second model makes of *another text* at that position.
 
 Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
@@ -28,7 +29,9 @@ import xarray as xr
 from annotated_types import Ge, Gt, Le
 
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
-from sinklens.analyses.passes import Keys, Read, TextCanvas, difference, log_ratio, written
+from sinklens.analyses.mass import of_mass
+from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, written
+from sinklens.analyses.runs import noise_of
 from sinklens.analyses.texts import KINDS, Texts, described
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.utils.arguments import Count
@@ -66,6 +69,11 @@ FIRST = {
 }
 """The measures of `KEYS` that the figure shows, and their titles."""
 
+MATCHED = {
+    "matched_heads": "share of the heads with a sink whose other keys receive as much attention as their sinks",
+    "matched_cost": "loss added by hiding keys of these heads, nats per predicted token",
+    "matched_removed": "share of all attention that these keys receive",
+}
 TOKENS: Mapping[str, tuple[int, ...]] = {"any": (0, 1, 2), "first position": (0,), "delimiter": (1,), "other": (2,)}
 PLACES = ("layer", "head", "pos")
 FATES = {
@@ -82,34 +90,40 @@ class Pair(Texts):
 
     name: ClassVar[str] = "pair"
     draws: Count = 1
-    edits: Count = 2
+    edits: Annotated[int, Ge(0)] = 2
     age: Annotated[int, Ge(0)] = 0
     shares: tuple[Annotated[float, Gt(0), Le(1)], ...] = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
     kinds: tuple[str, ...] = ("any",)
 
     def _of_canvas(self, model: "Model", canvas: TextCanvas, plain: Read, noise: np.random.Generator) -> xr.Dataset:
-        """Also `KEYS` [of, layer], and what `fates` compares: ``sinks`` [layer, head, pos], ``place`` (of `TOKENS`) and
-        ``masked`` [pos].
+        """Also `KEYS` [of, layer], `MATCHED` ([hidden], or no axis), and what `fates` compares: ``sinks`` [layer, head,
+        pos], ``place`` (of `TOKENS`) and ``masked`` [pos].
         """
         sinks = plain.sinks(model.causal, self.epsilon)
         place = np.where(np.isin(kinds_of_vocabulary(model)[canvas.ids.numpy()], KINDS["delimiter"]), 1, 2)
         place[0] = 0
+        order = torch.from_numpy(noise_of(canvas.ids, self.seed).random(sinks.shape))
         found = super()._of_canvas(model, canvas, plain, noise).assign(of_keys(model, plain, sinks))
+        found = found.assign(of_matched(model, canvas, plain, sinks, order))
         states = {"sinks": (PLACES, sinks.float()), "place": ("pos", place), "masked": ("pos", canvas.masked.float())}
-        return found.assign(states).assign_coords(pos=np.arange(len(place)), of=["sinks", "first position"])
+        return found.assign(states).assign_coords(
+            pos=np.arange(len(place)), of=["sinks", "first position"], hidden=["sinks", "others", "difference"]
+        )
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """Those of `Texts`; ``keys``: `KEYS` by layer, of sinks and of the first position; ``fates``: `FATES`, for
-        every two models and kind of token.
+        """Those of `Texts`; ``keys``: `KEYS` by layer, of sinks and of the first position; ``matched``:
+        `MATCHED`; ``fates``: `FATES`, for every two models and kind of token.
         """
-        keys, ends = [], []
+        meanings = {"keys": KEYS, "matched": MATCHED}
+        found, ends = {name: [] for name in meanings}, []
         for model, data in measured.items():
-            for measure in KEYS:
-                keys += mean_rows(model, measure, data[measure], self.seed, groups_of(data))
+            for name, measures in meanings.items():
+                for measure in measures:
+                    found[name] += mean_rows(model, measure, data[measure], self.seed, groups_of(data))
         for one, other in permutations(measured, 2):
             for fate, shares in fates(measured[one], measured[other]).items():
                 ends += mean_rows(f"{one} → {other}", str(fate), shares, self.seed, groups_of(measured[one]))
-        tables = super().tables(measured) | {"keys": described(keys, KEYS)}
+        tables = super().tables(measured) | {name: described(rows, meanings[name]) for name, rows in found.items()}
         return tables | {"fates": described(ends, FATES)} if ends else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -129,6 +143,27 @@ def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
     return {
         name: (("of", "layer"), torch.stack([compare(sums, keys).nanmean(dim=-1) for keys in (sinks, first)]))
         for name, (compare, sums) in values.items()
+    }
+
+
+def of_matched(model: "Model", canvas: TextCanvas, plain: Read, sinks: Keys, order: Sums) -> dict[str, Any]:
+    """`MATCHED`: "sinks" are those of the heads whose other keys receive as much together, "others" are random keys of
+    each of these heads that are no sinks and receive as much, drawn in `order`, and "difference" is sinks − others.
+    """
+    mass, heads = plain.from_others.double(), sinks.any(dim=-1)
+    held, left = ((mass * keys).sum(dim=-1, keepdim=True) for keys in (sinks, ~sinks))
+    within = held <= left
+    others = of_mass(mass.numpy(), (~sinks).numpy(), (held * within).numpy(), order.argsort(dim=-1).numpy())
+    cost, removed = np.array(
+        [
+            (loss(model, canvas, hiding(keys)) - plain.loss, float((mass * keys).sum() / mass.sum()))
+            for keys in (sinks & within, torch.from_numpy(others))
+        ]
+    ).T
+    return {
+        "matched_heads": float(within[heads].double().mean()),
+        "matched_cost": ("hidden", [*cost, cost[0] - cost[1]]),
+        "matched_removed": ("hidden", [*removed, removed[0] - removed[1]]),
     }
 
 

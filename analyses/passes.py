@@ -49,10 +49,12 @@ class TextCanvas(NamedTuple):
     Attributes:
         ids: the text.
         masked: where the canvas has a mask; nowhere in an autoregressive model.
+        start: the first position that may be masked, or that an autoregressive model's loss is about.
     """
 
     ids: Int[Tensor, " pos"]
     masked: Bool[Tensor, " pos"]
+    start: int = 1
 
     def tokens(self, model: "Model") -> Int[Tensor, " pos"]:
         """What the model reads."""
@@ -118,7 +120,7 @@ def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
     """Nats per predicted token of a pass with these hooks."""
     with model.tree.hooks(fwd_hooks=hooks):
         logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
-    at = slice(1, None) if model.causal else canvas.masked
+    at = slice(canvas.start, None) if model.causal else canvas.masked
     late = model.causal or model.family_record.shift  # logits at a position predict the next
     rows = (logits.roll(1, dims=0) if late else logits)[at]
     return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
@@ -165,8 +167,8 @@ def outdating(stale: Keys, earlier: Read) -> Hooks:
 
 
 def earlier_canvas(canvas: TextCanvas, age: int, noise: np.random.Generator) -> TextCanvas | None:
-    """The canvas with `age` more masks, none of them at the first position; None if too few tokens are left to mask."""
-    visible = np.flatnonzero(~canvas.masked.numpy())[1:]
+    """The canvas with `age` more masks, none of them before its start; None if too few tokens are left to mask."""
+    visible = canvas.start + np.flatnonzero(~canvas.masked.numpy()[canvas.start :])
     if len(visible) <= age:
         return None
     masked = canvas.masked.clone()

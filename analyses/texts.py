@@ -59,7 +59,7 @@ from sinklens.analyses.passes import (
 )
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import Study, dot_panels
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.experiments.nll.noise import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.interventions.controls import largest, rest_of
@@ -176,7 +176,7 @@ class Texts(Study):
 
     Attributes:
         draws: random masks per text; an autoregressive model reads the text once.
-        edits: number of edits of each sort for each text.
+        edits: number of edits of each sort for each text; 0 measures no jumps.
         epsilon: a sink receives more than this above uniform attention, in column sums.
         longest: tokens read of a text; the rest is left out.
         age: tokens decided since stale keys were computed; 0 measures no stale keys.
@@ -184,17 +184,20 @@ class Texts(Study):
             those of smaller shares; empty for the counts that a likelihood draws. An autoregressive model has the same
             values at each.
         kinds: of `KINDS`, the sinks that are hidden.
+        after: what a text is predicted after, such as "Answer:"; only tokens behind its first occurrence are masked,
+            and `shares` are of these. Empty for everything but the first token.
     """
 
     name: ClassVar[str] = "texts"
     together: ClassVar[bool] = False
     draws: Count = 2
-    edits: Count = 4
+    edits: Annotated[int, Ge(0)] = 4
     epsilon: float = 3.0
     longest: Count = 512
     age: Annotated[int, Ge(0)] = 8
     shares: tuple[Annotated[float, Gt(0), Le(1)], ...] = ()
     kinds: tuple[str, ...] = tuple(KINDS)
+    after: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,10 +223,10 @@ class Texts(Study):
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             ids = ids_of(model, prompt, self.chat_template, self.longest)
-            noise = noise_of(ids, self.seed)
+            noise, start = noise_of(ids, self.seed), self._start(model, prompt, ids)
             found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
-            for canvases in self._masks(model, ids):
-                texts = [TextCanvas(ids, masked) for masked in canvases]
+            for canvases in self._masks(model, ids, start):
+                texts = [TextCanvas(ids, masked, start) for masked in canvases]
                 of_draw = [self._of_canvas(model, canvas, read(model, canvas), noise) for canvas in texts]
                 data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
                 jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
@@ -240,17 +243,34 @@ class Texts(Study):
         }  # fmt: skip
         return each_prompt(prompts, one).assign_coords(places)
 
-    def _masks(self, model: "Model", ids: Int[Tensor, " pos"]) -> list[Bool[Tensor, "draw pos"]]:
-        """Masked positions of every share and draw, never the first; none in an autoregressive model."""
+    def _start(self, model: "Model", prompt: SinglePrompt, ids: Int[Tensor, " pos"]) -> int:
+        """The first position that is predicted.
+
+        Raises:
+            SettingError: `after` is not in the text, or not followed by a token that is read.
+        """
+        if not self.after:
+            return 1
+        before, found, _ = prompt.partition(self.after) if isinstance(prompt, str) else ("", "", "")
+        known = model.encode(before + found, self.chat_template).ids[0].cpu()
+        follows = found and len(known) < len(ids) and known.equal(ids[: len(known)])
+        require(follows, f"no token that is read follows {self.after!r} in the text {prompt!r:.60}; omit after.")
+        return len(known)
+
+    def _masks(self, model: "Model", ids: Int[Tensor, " pos"], start: int) -> list[Bool[Tensor, "draw pos"]]:
+        """Masked positions of every share and draw, from `start` on; none in an autoregressive model."""
         if model.causal:
             return [torch.zeros(1, len(ids), dtype=torch.bool)]
-        generator = torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62)))
+        generator, length = (
+            torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62))),
+            len(ids) - start,
+        )
         if not self.shares:
-            masks = [by_count(len(ids) - 1, self.draws, generator)[0]]
+            masks = [by_count(length, self.draws, generator)[0]]
         else:
-            ranks = torch.rand(self.draws, len(ids) - 1, generator=generator).argsort(dim=1).argsort(dim=1)
-            masks = [ranks < max(1, round(share * (len(ids) - 1))) for share in self.shares]
-        return [torch.nn.functional.pad(masked, (1, 0), value=False) for masked in masks]
+            ranks = torch.rand(self.draws, length, generator=generator).argsort(dim=1).argsort(dim=1)
+            masks = [ranks < max(1, round(share * length)) for share in self.shares]
+        return [torch.nn.functional.pad(masked, (start, 0), value=False) for masked in masks]
 
     def _of_canvas(self, model: "Model", canvas: TextCanvas, plain: Read, noise: np.random.Generator) -> xr.Dataset:
         """The measurements of one canvas, without jumps."""

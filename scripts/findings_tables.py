@@ -90,7 +90,6 @@ DIFFUSION = MODELS[:3]
 TEXTS = ("tiny-text", "tiny-text-causal")
 PAIR = ("smollm2-135m", "smollm2-135m-causal", "smollm2-135m-masked")
 HIDDEN = {"kind": "any", "choice": "sink"}
-OTHERS = {"kind": "any", "choice": "same_mass"}
 PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("loss, nats per token", 1.0, 2, {"measure": "nats"}),
     ("attention to the first position, %", 100.0, 1, {"measure": "first_mass"}),
@@ -103,8 +102,6 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("cosine of queries with keys, at sinks − at other keys", 1.0, 2, {"measure": "alignment"}),
     ("nats lost by hiding all sinks", 1.0, 2, {"measure": "cost", **HIDDEN}),
     ("… attention hidden, %", 100.0, 0, {"measure": "removed", **HIDDEN}),
-    ("nats lost by hiding keys that are no sinks", 1.0, 2, {"measure": "cost", **OTHERS}),
-    ("… attention hidden, %", 100.0, 0, {"measure": "removed", **OTHERS}),
     ("strongest key changes, a token replaced, later queries, %", 100.0, 1,
      {"measure": "jump_share", "edit": "edited, later", "lead": 0.0}),
     ("strongest key changes, a mask filled in, %", 100.0, 1,
@@ -113,7 +110,7 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
 ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
 SEEN = (
     *(("first", sees) for sees in (
-        "everything", "itself", "one other key", "itself and one key", "itself and three keys", "itself and 15 keys",
+        "everything", "itself", "one other key", "itself and 15 keys",
         "everything but itself", "itself, in the first quarter of the layers", "itself, in the other layers",
     )),
     ("middle", "everything"),
@@ -148,7 +145,7 @@ TABLES: dict[str, Table] = {
         Row(f"{label}, {100 * share:.0f} % masked", {"share": share, **where}, scale, digits)
         for label, scale, digits, where in PAIR_ROWS
         if where["measure"] not in (*ALONE, "removed", "nats") and where.get("kind") != "mask"
-        and where.get("edit") != "edited, later" and where.get("choice") != "same_mass"
+        and where.get("edit") != "edited, later"
         for share in (0.05, 0.9)
     ), models=PAIR[2:]),
     "pair_fates": Table("pair-fates", tuple(
@@ -164,10 +161,17 @@ TABLES: dict[str, Table] = {
             ("at other tokens: of the same head, %", "same_head", "other"),
         )
     ), models=tuple(f"{PAIR[0]} → {other}" for other in PAIR[1:])),
+    "pair_matched": Table("pair-matched", (
+        percent("heads with a sink whose other keys receive as much, %", measure="matched_heads", share=0.15),
+        *(plain(label, measure="matched_cost", share=0.15, hidden=hidden) for label, hidden in (
+            ("there: nats lost by hiding the sinks", "sinks"), ("… as much attention to other keys", "others"),
+            ("… difference", "difference"),
+        )),
+        percent("… attention hidden, either way, %", measure="matched_removed", share=0.15, hidden="sinks"),
+    ), models=PAIR),
     "pair_keys": Table("pair-keys", tuple(
         plain(f"{label}, layer {layer}", measure=measure, layer=layer, share=0.15, of="first position")
         for label, measure in (("cosine of queries with its key − with others", "cosine"),
-                               ("log2 of its key's norm ÷ that of others", "key_norm"),
                                ("log2 of what its value writes ÷ what others write", "value_norm"))
         for layer in (20,)
     ), models=PAIR),
@@ -175,7 +179,7 @@ TABLES: dict[str, Table] = {
         Row(label, {"share": 0.15, **where}, scale, digits)
         for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
         if where["measure"] not in (*ALONE, "removed", "nats", "jump_share")
-        and where.get("kind") not in ("mask", "delimiter") and where.get("choice") != "same_mass"
+        and where.get("kind") not in ("mask", "delimiter")
     ), models=PAIR),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),

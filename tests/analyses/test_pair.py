@@ -1,12 +1,14 @@
 """The pair: what becomes of a model's sinks in another, counted one by one, and keys measured head by head."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 
-from sinklens.analyses.pair import TOKENS, Pair, fates
-from sinklens.analyses.passes import TextCanvas, read
+from sinklens.analyses.pair import TOKENS, Pair, fates, of_matched
+from sinklens.analyses.passes import Read, TextCanvas, read
 
 
 def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_layer():
@@ -50,3 +52,26 @@ def test_keys_are_measured_in_every_layer_at_sinks_and_at_the_first_position(tin
                 pairs = [(size[chosen[head], head].mean(), size[~chosen[head], head].mean()) for head in heads]
                 each = [at - off if name == "cosine" else (at / off).log2() for at, off in pairs]
                 assert found[name].sel(of=of)[layer].item() == pytest.approx(np.mean(each), abs=1e-4)
+
+
+def test_sinks_are_compared_with_as_much_attention_only_in_heads_whose_other_keys_hold_it(tiny_llada, monkeypatch):
+    """Key 3 receives 60, 30 and 8 % of the attention of three heads of two layers: a sink in two, matched in one."""
+    pair, noise, hidden = importlib.import_module("sinklens.analyses.pair"), np.random.default_rng(0), []
+    pattern = torch.from_numpy(noise.uniform(0.5, 1.5, (2, 3, 12, 12)))
+    pattern[..., 3] = 0
+    share = torch.tensor([0.6, 0.3, 0.08])[:, None]
+    pattern *= (1 - share[..., None]) / pattern.sum(dim=-1, keepdim=True)
+    pattern[..., 3] = share
+    plain, canvas = Read(2.0, pattern, *[torch.empty(0)] * 4), TextCanvas(torch.arange(12), torch.arange(12) > 6)
+    monkeypatch.setattr(pair, "hiding", lambda keys: keys)
+    monkeypatch.setattr(pair, "loss", lambda model, canvas, keys: hidden.append(keys) or 5.0 - len(hidden))
+    sinks = plain.sinks(causal=False, epsilon=1.0)
+    found = of_matched(tiny_llada, canvas, plain, sinks, torch.from_numpy(noise.random(sinks.shape)))
+    treated, others = hidden
+    assert torch.nonzero(treated).tolist() == [[0, 1, 3], [1, 1, 3]]
+    assert not others[:, [0, 2]].any()
+    assert not (others & sinks).any()
+    masses = [pattern[0, 1].fill_diagonal_(0).sum(dim=0)[keys[0, 1]].sum().item() for keys in (treated, others)]
+    assert masses[1] == pytest.approx(masses[0], abs=pattern[0, 1].sum(dim=0).sort().values[-2].item() / 2)
+    assert found["matched_heads"] == 0.5
+    assert found["matched_cost"][1] == [2.0, 1.0, 1.0]

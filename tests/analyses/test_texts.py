@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sinklens.analyses.passes import Read
+from sinklens.analyses.pair import Pair
+from sinklens.analyses.passes import Read, TextCanvas, loss
 from sinklens.analyses.texts import PAIRS, Texts
+from sinklens.errors import SettingError
 from sinklens.tasks import held_out
 
 texts = importlib.import_module("sinklens.analyses.texts")
@@ -72,3 +74,24 @@ def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
     masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
     expected = float((masked - causal).mean())
     assert pairs.loc["log2 of what sinks write", "estimate"] == pytest.approx(expected)
+
+
+def test_only_what_follows_a_given_text_is_masked_and_predicted(tiny_llada, tiny_llama):
+    """Without edits, and without kinds of sinks to hide, nothing is measured of either."""
+    problem = held_out(1)[0]
+    text, study = f"{problem.prompt} {problem.answer}", Pair(after="Answer:", shares=(0.3, 1.0), edits=0, kinds=())
+    measured = study.run([tiny_llada, tiny_llama], [text]).measured
+    for name, model in (("tiny-llada", tiny_llada), ("tiny-llama", tiny_llama)):
+        ids, start = model.encode(text).ids[0], len(model.encode(problem.prompt).ids[0])
+        answer = torch.arange(len(ids)) >= start
+        found = measured[name].isel(prompt=0)
+        expected = loss(model, TextCanvas(ids, answer, start), [])
+        assert found["nats"].sel(share=1).item() == pytest.approx(expected, abs=1e-6)
+        assert found["cost"].isnull().all()
+        assert found["jump_share"].isnull().all()
+        if not model.causal:
+            masked = found["masked"].sel(share=0.3)
+            assert masked[:start].sum() == 0
+            assert masked.sum() == round(0.3 * answer.sum().item())
+    with pytest.raises(SettingError, match=r"no token that is read follows 'Q:' in the text .*; omit after\."):
+        Texts(after="Q:").run(tiny_llada, [text])
