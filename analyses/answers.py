@@ -20,6 +20,7 @@ Caveat: a differently worded answer can be just as right, and one changed digit 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,10 +39,7 @@ if TYPE_CHECKING:
 
 MEANINGS = {
     "kl": "KL divergence from the unchanged run (nats per undecided position, under replay)",
-    "agreement": "undecided positions whose likeliest token stays the same (under replay)",
-    "confidence": "change of the likeliest token's probability (under replay)",
     "changed": "share of answers that change",
-    "edits": "token edits (insert, delete, replace) from the answer to that of the unchanged run",
     "right": "share of word problems answered right",
 }
 
@@ -84,51 +82,43 @@ def each_prompt(prompts: Sequence[SinglePrompt], one: Callable[[SinglePrompt], x
 def free_effects(
     study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
 ) -> xr.Dataset:
-    """``changed``, ``edits`` and ``right`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run.
+    """``right`` and ``changed`` of `MEANINGS`, [intervention]; an empty list gives the unchanged run.
 
     ``control_found`` is the number of control keys over that of the keys they control for; NaN without a control.
     """
-    found = _swept(study, model, prompt, settings, interventions, replay=False)
-    right = [is_right(prompt, text, study.answers) for text in found["answer"].to_numpy()]
+    found = swept(study, model, prompt, settings, interventions)
     controls = np.full(len(interventions), np.nan)
     if "control_picked" in found:
         controls = (found["control_picked"] / found["control_requested"]).to_numpy()
-    return xr.Dataset(
-        {
-            "changed": ("intervention", 1.0 - found["same_answer"].to_numpy().astype(float)),
-            "edits": ("intervention", found["edit_distance"].to_numpy().astype(float)),
-            "right": ("intervention", np.array(right)),
-            "control_found": ("intervention", controls),
-        },
-        coords={"intervention": list(interventions)},
-    )
-
-
-def replayed_effects(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
-) -> xr.Dataset:
-    """``kl``, ``agreement`` and ``confidence`` of `MEANINGS`, [intervention], and ``kl_step`` [intervention, step]."""
-    found = _swept(study, model, prompt, settings, interventions, replay=True)
     values = {
-        "kl_step": found["kl"],
-        "kl": found["kl"].mean("step"),
-        "agreement": found["top1_agreement"].mean("step"),
-        "confidence": (found["confidence_changed"] - found["confidence"]).mean("step"),
+        "right": [is_right(prompt, text, study.answers) for text in found["answer"].to_numpy()],
+        "changed": 1.0 - found["same_answer"].to_numpy().astype(float),
+        "control_found": controls,
     }
-    return xr.Dataset(values).assign_coords(intervention=list(interventions))
+    arrays = {name: ("intervention", value) for name, value in values.items()}
+    return xr.Dataset(arrays, {"intervention": list(interventions)})
 
 
-def effects(
-    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
-) -> xr.Dataset:
-    """`free_effects` and `replayed_effects`: all of `MEANINGS`, [intervention], and ``kl_step``."""
-    arguments = (study, model, prompt, settings, interventions)
-    return xr.merge([free_effects(*arguments), replayed_effects(*arguments)])
+def costs_over(
+    study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, axes: Mapping[str, Sequence[Any]],
+    interventions: Mapping[str, Any],
+) -> xr.Dataset:  # fmt: skip
+    """`free_effects` over `axes`, with ``base``, right with nothing changed, and ``cost``: base minus right.
+
+    Args:
+        interventions: those of the cells, named by the cell's labels with spaces between them; a cell without one is
+            NaN.
+    """
+    found = free_effects(study, model, prompt, settings, {"unchanged": [], **interventions})
+    cells = found.reindex(intervention=[" ".join(map(str, labels)) for labels in product(*axes.values())])
+    shape, base = [len(labels) for labels in axes.values()], found["right"].isel(intervention=0, drop=True)
+    data = xr.Dataset({name: (tuple(axes), one.to_numpy().reshape(shape)) for name, one in cells.items()}, axes)
+    return data.assign(cost=base - data["right"], base=base)
 
 
-def _swept(
+def swept(
     study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any],
-    replay: bool,
+    replay: bool = False,
 ) -> xr.Dataset:  # fmt: skip
     found = sweep(
         model, prompt, interventions, replay=replay, seed=study.seed, chat_template=study.chat_template,

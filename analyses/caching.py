@@ -29,7 +29,6 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.ratios import ratio_table
 from sinklens.analyses.estimates.tables import interval_table, judged, known_mean
 from sinklens.analyses.nulls import rates
@@ -102,32 +101,24 @@ class Caching(Study):
             return ""
         return f"a model to which no cache policy applies, as its attention is {attention}. Leave it out."
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`COSTS` [prompt, change, choice], ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and
-        ``difference`` [prompt, claim].
-        """
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`COSTS` [change, choice], ``policy_…`` [policy], `MOTION` [policy, source] and ``difference`` [claim]."""
+        from pandas import DataFrame, MultiIndex
 
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            found = self._of_prompt(model, prompt, settings)
-            return found.assign(difference=claim_values(found))
-
-        return each_prompt(prompts, one)
-
-    def _of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         logits = MaskedLogits()
         base = self.generate(model, [prompt], settings, hooks=[logits]).run
         allowed = candidates(base, self.every)
         sets = chosen_keys(base, allowed, self.sink, self.every, self.seed)
-        found = self._empty()
         stale = np.arange(base.steps_run) % self.every > 0
         fresh = [fresh_keys(*condition, sets, allowed) for condition in CONDITIONS]
-        planned = zip(CONDITIONS, *self._planned(base, prompt, settings, fresh, logits), strict=True)
-        for (change, choice), divergence, other in planned:
-            place = {"change": change, "choice": choice}
-            found["kl"].loc[place] = known_mean(divergence[stale])
-            found["proposals"].loc[place] = known_mean(other[stale])
-        self._policies(base, prompt, settings, logits, found)
-        return found
+        planned = zip(COSTS, self._planned(base, prompt, settings, fresh, logits), strict=True)
+        means = {name: [known_mean(row[stale]) for row in rows] for name, rows in planned}
+        cells = DataFrame(means, MultiIndex.from_tuples(CONDITIONS, names=["change", "choice"])).to_xarray()
+        found = cells.reindex(change=list(CHANGES), choice=list(KEYS)).assign(
+            self._policies(base, prompt, settings, logits)
+        )
+        found = found.assign_coords(policy=list(POLICIES), source=list(SOURCES))
+        return found.assign(difference=claim_values(found))
 
     def _planned(
         self,
@@ -154,10 +145,9 @@ class Caching(Study):
         return {**every, "delayed": DelayedCache(self.every)}
 
     def _policies(
-        self, base: Generation, prompt: SinglePrompt, settings: Settings, logits: MaskedLogits,
-        found: xr.Dataset,
-    ) -> None:  # fmt: skip
-        """Fill in what the policies cost, and the motion of the strongest keys under each."""
+        self, base: Generation, prompt: SinglePrompt, settings: Settings, logits: MaskedLogits
+    ) -> dict[str, Any]:
+        """What the policies cost, and the motion of the strongest keys under each."""
         scores, kept, members = [], [], []
         for name in POLICIES:
             seen = MaskedLogits()
@@ -168,11 +158,10 @@ class Caching(Study):
             scores.append(run.sinks["score"].to_numpy()[0])
             kept.append(seen.kept)
             members.append(torch.from_numpy(run.sinks["fresh"].to_numpy()[0].any(axis=1)))
-        for name, values in zip(COSTS, costs(logits.kept, kept), strict=True):
-            found[f"policy_{name}"][:] = [known_mean(of_run) for of_run in values]
+        found = zip(COSTS, costs(logits.kept, kept), strict=True)
+        means = {f"policy_{name}": ("policy", [known_mean(of_run) for of_run in values]) for name, values in found}
         motion = motion_of(base, np.stack(scores), self._sums(base, prompt, settings, torch.stack(members)))
-        for name, rate in motion.items():
-            found[name][:] = rate
+        return {**means, **{name: (("policy", "source"), rates_of) for name, rates_of in motion.items()}}
 
     def _sums(
         self,
@@ -189,17 +178,6 @@ class Caching(Study):
         ).run  # fmt: skip
         assert run.sinks is not None
         return run.sinks["score"].to_numpy()
-
-    def _empty(self) -> xr.Dataset:
-        """The measurements of a prompt, all NaN."""
-        axes = {"change": list(CHANGES), "choice": list(KEYS), "policy": list(POLICIES), "source": list(SOURCES)}
-        shapes: dict[str, tuple[str, ...]] = {
-            **dict.fromkeys(COSTS, ("change", "choice")),
-            **dict.fromkeys((f"policy_{name}" for name in COSTS), ("policy",)),
-            **dict.fromkeys(MOTION, ("policy", "source")),
-        }
-        values = {name: (dims, np.full([len(axes[axis]) for axis in dims], np.nan)) for name, dims in shapes.items()}
-        return xr.Dataset(values, coords=axes)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``, ``policies``, ``motion``, ``claims``: one family per model; and ``ratios``: `ratio_pairs`."""

@@ -17,7 +17,7 @@ first, and see in ``controls`` how many of their keys exist. A name or a noun is
 of content.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.answers import each_prompt, free_effects, unchanged
+from sinklens.analyses.answers import costs_over, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
-from sinklens.analyses.mass import MEANING, REMOVED, attended, removed, same_mass_name, with_same_mass
+from sinklens.analyses.mass import MEANING, REMOVED, attended, removed_by, same_mass_name, share_of, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.model.prompts import SinglePrompt
@@ -101,34 +101,22 @@ class Content(Study):
         """The kinds compared, and how `StrongestKeys` names them."""
         return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES`, `CONTROLS` and `MASS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base``
-        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run.
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES`, `CONTROLS` and `MASS` [kind, part, change]; ``share`` [kind, part]; and ``base``. The mass is
+        that of masked keys, NaN for keys that are drawn in the run.
         """
         axes: dict[str, list[Any]] = {"kind": list(self.kinds), "part": list(PARTS), "change": list(CHANGES)}
-        shape = tuple(map(len, axes.values()))
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            base = unchanged(self, model, prompt, settings)
-            mass = attended(self, model, prompt, settings, base)
-            keys = {f"{kind} {part}": self.keys(kind, part).detect(base) for kind, part in product(self.kinds, PARTS)}
-            track = with_same_mass(base, keys, EpsilonOverMean().detect(base), mass, self.seed, self._among(base))
-            listed = {
-                f"{cell} {change}": hook for cell in keys for change, hook in self.interventions(track, cell).items()
-            }
-            found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
-            right = found["right"].to_numpy()
-            values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
-            values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
-            values["removed"] = np.array([_removed(track, cell, change, mass) for cell in keys for change in CHANGES])
-            shares = np.array([_share(track, cell) for cell in keys]).reshape(shape[:2])
-            return xr.Dataset(
-                {name: (tuple(axes), value.reshape(shape)) for name, value in values.items()}
-                | {"share": (("kind", "part"), shares), "base": ((), right[0])},
-                coords=axes,
-            )
-
-        return each_prompt(prompts, one)
+        base = unchanged(self, model, prompt, settings)
+        mass = attended(self, model, prompt, settings, base)
+        keys = {f"{kind} {part}": self.keys(kind, part).detect(base) for kind, part in product(self.kinds, PARTS)}
+        track = with_same_mass(base, keys, EpsilonOverMean().detect(base), mass, self.seed, self._among(base))
+        listed = {f"{cell} {change}": hook for cell in keys for change, hook in self.interventions(track, cell).items()}
+        found = costs_over(self, model, prompt, settings, axes, listed)
+        chosen = {"mask": "{}"} | {change: same_mass_name("{}", among) for change, among in AMONG.items()}
+        names = [chosen[change].format(cell) if change in chosen else None for cell in keys for change in CHANGES]
+        shares = np.array([share_of(track, cell) for cell in keys]).reshape(len(self.kinds), len(PARTS))
+        gone = removed_by(names, track, mass).reshape(found["cost"].shape)
+        return found.assign(removed=(tuple(axes), gone), share=(("kind", "part"), shares))
 
     def keys(self, kind: str, part: Part) -> StrongestKeys:
         """The keys of one cell: the strongest of all keys, split by kind."""
@@ -172,7 +160,13 @@ class Content(Study):
             name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
             for name, table in tables.items()
         }
-        return {**named, "claims": claims(measured, self.kind, self.seed)}
+        return {**named, "claims": self.claims(measured)}
+
+    def claims(self, measured: Mapping[str, xr.Dataset]) -> "DataFrame":
+        """The paired differences of `contrasts`, corrected over all of a model."""
+        paired = {model: self.contrasts(data) for model, data in measured.items()}
+        names = list(map(str, next(iter(paired.values()))))
+        return judged(interval_table(paired, names, self.seed, dict.fromkeys(names, (-1, 1)), null=0.0))
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
@@ -181,36 +175,6 @@ class Content(Study):
         table = interval_table(measured, ["cost"], self.seed)
         costs = interval_panels(table, MEASURES, along="part", by="change", series=CHANGES, panel="kind", names=PARTS)
         return {"costs": costs}
-
-
-def _share(track: SinkTrack, cell: str) -> float:
-    """Share of heads and steps that have such a key; the last step's keys are never masked."""
-    return float(track[cell].isel(step=slice(0, -1)).any("pos").mean())
-
-
-def _removed(track: SinkTrack, cell: str, change: str, mass: xr.DataArray) -> float:
-    """Share of attention removed by a mask whose keys the track marks; NaN for other changes."""
-    if change not in ("mask", *AMONG):
-        return float("nan")
-    keys = cell if change == "mask" else same_mass_name(cell, AMONG[change])
-    return float(removed(track[keys], mass)[0])
-
-
-def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFrame":
-    """Differences of costs, paired by prompt: one family of claims on each model, each with a verdict (`judged`).
-
-    A model without a right answer has nothing to lose: nothing is measured.
-    """
-    from pandas import concat
-
-    rows = []
-    for model, data in measured.items():
-        for claim, values in _paired(data, kind).items():
-            table = interval_table(
-                {model: xr.Dataset({"above": values})}, ["above"], seed, {"above": (-1, 1)}, null=0.0
-            )
-            rows.append(table.assign(measure=claim))
-    return judged(concat(rows, ignore_index=True))
 
 
 def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:

@@ -15,15 +15,14 @@ former: the latter would match the strongest keys.
 Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import xarray as xr
 
-from sinklens.analyses.answers import each_prompt, free_effects, unchanged
+from sinklens.analyses.answers import costs_over, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import newest_rows
 from sinklens.analyses.study import Study
@@ -67,36 +66,15 @@ class Definitions(Study):
     scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` [prompt, definition, reach, pick, top_k], NaN where a model lacks a definition; ``base``."""
-        causal = model.causal
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            parts = []
-            for reach in REACHES:
-                within = {**settings, "use_cache": False} if causal and reach == "all" else settings
-                listed = {} if reach == "newest" and not causal else self.interventions(model, prompt, within, reach)
-                parts.append(self._in_reach(model, prompt, within, listed))
-            return xr.concat(parts, dim="reach").assign_coords(reach=list(REACHES)).assign(base=parts[-1]["base"])
-
-        return each_prompt(prompts, one)
-
-    def _in_reach(
-        self, model: "Model", prompt: SinglePrompt, settings: Settings, listed: Mapping[str, MaskKeys]
-    ) -> xr.Dataset:
-        """The measures of one reach; `listed` has names such as "first random 5"."""
-        labels: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
-        found = free_effects(self, model, prompt, settings, {"none": [], **listed})
-        base = float(found["right"][0])
-        places = {name: place for place, name in enumerate(listed, start=1)}
-        values = {name: np.full([len(axis) for axis in labels.values()], np.nan) for name in MEASURES}
-        for place in np.ndindex(*values["right"].shape):
-            name = " ".join(str(axis[at]) for axis, at in zip(labels.values(), place, strict=True))
-            if name in places:
-                values["right"][place] = found["right"][places[name]]
-                values["changed"][place] = found["changed"][places[name]]
-        values["cost"] = base - values["right"]
-        return xr.Dataset({name: (tuple(labels), value) for name, value in values.items()} | {"base": base}, labels)
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES` [definition, reach, pick, top_k], NaN where a model lacks a definition; ``base``."""
+        axes: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
+        causal, parts = model.causal, []
+        for reach in REACHES:
+            within = {**settings, "use_cache": False} if causal and reach == "all" else settings
+            listed = {} if reach == "newest" and not causal else self.interventions(model, prompt, within, reach)
+            parts.append(costs_over(self, model, prompt, within, axes, listed).drop_vars("control_found"))
+        return xr.concat(parts, dim="reach").assign_coords(reach=list(REACHES)).assign(base=parts[-1]["base"])
 
     def interventions(
         self, model: "Model", prompt: SinglePrompt, settings: Settings, reach: str

@@ -24,7 +24,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.estimates.tables import difference_table, interval_table
-from sinklens.analyses.nulls import NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table
+from sinklens.analyses.nulls import FIXED, NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table, rates
 from sinklens.analyses.study import SINK, Study
 from sinklens.families.samplers import settings_for
 from sinklens.model.prompts import SinglePrompt
@@ -131,17 +131,13 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
     table = motion.motion_table(track)
     columns = {name: table[name].to_numpy(dtype=np.float64) for name in table}
     found = track.detect()
-    moves = motion.jumps(track, found)[["changes", "pairs"]].sum(("layer", "head"))
-    columns["sink_jump_share"] = (moves["changes"] / moves["pairs"]).to_numpy()
+    columns["sink_jump_share"] = rates(track)["sink_jump_share"]
     lives = motion.lifetimes(found, motion.existing(track))
     brief = ((lives["length"] == 1) & ~lives["censored"]).groupby(lives["batch"]).mean()
     columns["one_step"] = brief.reindex(track.data["batch"].to_numpy()).to_numpy(dtype=np.float64)
     nothing = np.full(track.data.sizes["batch"], np.nan)
-    columns |= {"newest_jump_share": nothing, "newest_static_share": nothing}
-    if track.causal and track.steps > 1:
-        newest = newest_queries(track)
-        columns["newest_jump_share"] = motion.jumps(newest)["share"].mean(("layer", "head")).to_numpy()
-        columns["newest_static_share"] = motion.static_share(newest).to_numpy()
+    newest = rates(newest_queries(track)) if track.causal and track.steps > 1 else dict.fromkeys(FIXED, nothing)
+    columns |= {f"newest_{name}": newest[name] for name in FIXED}
     return xr.Dataset({name: ("prompt", columns[name]) for name in MEANINGS})
 
 

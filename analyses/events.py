@@ -45,13 +45,11 @@ from sinklens.analyses.estimates.strata import (
     compare,
     correlation_within,
     groups_of,
-    labels_of,
-    matched_by,
-    matchings,
+    matched_row,
     stratified,
     two_groups,
 )
-from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table, known_mean
+from sinklens.analyses.estimates.tables import corrected, interval_table, known_mean
 from sinklens.analyses.matching import ratio
 from sinklens.analyses.study import Study
 from sinklens.experiments.swaps import column_sums
@@ -179,10 +177,9 @@ def within_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]
         data[name].to_numpy().reshape(data.sizes["prompt"], -1) for name in ("score_rank_at", "order_rank_at")
     )
     group, rows = groups_of(data), []
-    for matching in matchings(group)[1:]:
-        found = correlation_within(score, order, seed, group, matching.within)
-        (row,) = interval_rows(model, "within_group" if matching.within else "within", found.found, {})
-        rows.append({**row, **labels_of(found, matching.claim)})
+    for measure in ("within",) if group is None else ("within", "within_group"):  # the strictest is a claim
+        found = correlation_within(score, order, seed, group, measure == "within_group")
+        rows.append(matched_row(model, measure, found, {}, group is None or measure == "within_group"))
     return rows
 
 
@@ -195,15 +192,20 @@ def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
     """
     just, rows, group = data["age_at"] == 1, [], groups_of(data)
     for others, parts in _compared(data, just).items():
-        for matching in matchings(group):
-            used = matched_by(matching, parts)
-            found = {"ratio": compare(used, seed, group=group, within=matching.within)}
-            if not matching.places:
-                found |= {"rate_just": _rate(used[:2], seed, group), "rate_others": _rate(used[2:], seed, group)}
-            for measure, one in found.items():
-                labels = {"others": [others], "matched": [matching.name]}
-                (row,) = interval_rows(model, measure, one.found, labels)
-                rows.append({**row, **labels_of(one, matching.claim)})
+        crude = [part.sum(axis=1, keepdims=True) for part in parts]
+        compared = {
+            "nothing": {
+                "ratio": compare(crude, seed, group=group, within=False),
+                "rate_just": _rate(crude[:2], seed, group),
+                "rate_others": _rate(crude[2:], seed, group),
+            },
+            "step, position": {"ratio": compare(parts, seed, group=group, within=False)},
+        }
+        if group is not None:
+            compared["step, position, group"] = {"ratio": compare(parts, seed, group=group)}
+        for matched, found in compared.items():
+            labels, claim = {"others": others, "matched": matched}, matched == [*compared][-1]
+            rows += [matched_row(model, measure, one, labels, claim) for measure, one in found.items()]
     return rows
 
 

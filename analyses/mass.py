@@ -68,6 +68,18 @@ def removed(
     return (mass.where(keys).sum(over) / total.where(total > 0)).to_numpy()
 
 
+def share_of(track: SinkTrack, name: str) -> float:
+    """Share of heads and steps that have a key that the track marks; the last step's keys are never masked."""
+    return float(track[name].isel(step=slice(0, -1)).any("pos").mean())
+
+
+def removed_by(
+    names: Sequence[str | None], track: SinkTrack, mass: Float[xr.DataArray, "batch step layer head pos"]
+) -> Float[np.ndarray, " name"]:
+    """`removed` of the keys that the track of one prompt marks by each name; NaN for None."""
+    return np.array([np.nan if name is None else removed(track[name], mass)[0] for name in names], dtype=np.float64)
+
+
 def matched(
     track: SinkTrack,
     treated: Bool[xr.DataArray, "batch step layer head pos"],

@@ -18,7 +18,7 @@ Caveat: a probability of 1 cannot rise and one near 0 can hardly fall, and posit
 uncertain ones to begin with. In the control, the two halves are split by attention to the random keys.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -29,7 +29,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
+from sinklens.analyses.answers import KEYS, costs_over, masked, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare, of_step
@@ -77,15 +77,11 @@ class Mechanism(Study):
     needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so positions are decided in no order"
     together: ClassVar[bool] = False
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`CONFIDENCE` [prompt, pick], its first two also by step (``…_step``); `COSTS` [prompt, order, pick, top_k];
-        and ``base`` [prompt, order], the share of word problems answered right with nothing masked.
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`CONFIDENCE` [pick], its first two also by step (``…_step``); `COSTS` [order, pick, top_k]; and ``base``
+        [order], the share of word problems answered right with nothing masked.
         """
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            return xr.merge([self._confidence(model, prompt, settings), self._costs(model, prompt, settings)])
-
-        return each_prompt(prompts, one)
+        return xr.merge([self._confidence(model, prompt, settings), self._costs(model, prompt, settings)])
 
     def _confidence(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         if model.causal:
@@ -112,27 +108,15 @@ class Mechanism(Study):
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
 
     def _costs(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
-        sizes, parts = (len(PICKS), len(TOP_K)), []
-        possible = orders(model, settings)
-        for order in ORDERS:
-            if order not in possible:
-                nothing = (("pick", "top_k"), np.full(sizes, np.nan))
-                parts.append(xr.Dataset({**dict.fromkeys(COSTS, nothing), "base": ((), np.nan)}))
-                continue
-            track, listed = unchanged(self, model, prompt, possible[order]), dict[str, Any](none=[])
-            every = {top_k: masked(track, top_k) for top_k in TOP_K}
-            listed |= {f"{pick} {top_k}": every[top_k][pick] for pick in PICKS for top_k in TOP_K}
-            found = free_effects(self, model, prompt, possible[order], listed)
-            base, right = float(found["right"][0]), found["right"].to_numpy()[1:].reshape(sizes)
-            values = {
-                "right": right,
-                "cost": base - right,
-                "kept": right if base == 1 else np.full(sizes, np.nan),
-                "changed": found["changed"].to_numpy()[1:].reshape(sizes),
-            }
-            parts.append(xr.Dataset({**{n: (("pick", "top_k"), v) for n, v in values.items()}, "base": ((), base)}))
-        places = {"order": list(ORDERS), "pick": list(PICKS), "top_k": list(TOP_K)}
-        return xr.concat(parts, dim="order").assign_coords(places)
+        axes: dict[str, list[Any]] = {"pick": list(PICKS), "top_k": list(TOP_K)}
+        found = {}
+        for order, within in orders(model, settings).items():
+            track = unchanged(self, model, prompt, within)
+            listed = {f"{pick} {top_k}": mask for top_k in TOP_K for pick, mask in masked(track, top_k).items()}
+            costs = costs_over(self, model, prompt, within, axes, listed).drop_vars("control_found")
+            found[order] = costs.assign(kept=costs["right"].where(costs["base"] == 1))
+        every = xr.concat(found.values(), dim="order").assign_coords(order=list(found))
+        return every.reindex(order=list(ORDERS))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``confidence``: part 1; ``costs``: part 2; ``claims``: the claims that follow from both, with verdicts."""

@@ -15,17 +15,29 @@ Caveat: heads with and without sinks do different things. A cost where there are
 key being a sink, and the shares differ, so compare each cost with its control, not with the other costs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xarray as xr
+from jaxtyping import Float
 
-from sinklens.analyses.answers import MEANINGS, each_prompt, effects, free_effects, unchanged
+from sinklens.analyses.answers import MEANINGS, costs_over, swept, unchanged
 from sinklens.analyses.estimates.ratios import ratio_table
 from sinklens.analyses.estimates.tables import interval_table, judged
-from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, curve, masks, removed, with_same_mass
+from sinklens.analyses.mass import (
+    MEANING,
+    REMOVED,
+    SAME_MASS,
+    attended,
+    curve,
+    masks,
+    removed_by,
+    same_mass_name,
+    share_of,
+    with_same_mass,
+)
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskKeys
 from sinklens.model.prompts import SinglePrompt
@@ -79,30 +91,23 @@ class Necessity(Study):
     together: ClassVar[bool] = False
     sink: Detector = field(default_factory=EpsilonOverMean)
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` and `MASS` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]; `ABOVE` [prompt,
-        epsilon, pick] (the number of keys without pick). The mass of random keys is NaN: they are drawn in the run.
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES` and `MASS` [part, pick]; ``share`` [part]; ``base``; `ABOVE` [epsilon, pick] (the number of keys
+        without pick). The mass of random keys is NaN: they are drawn in the run.
         """
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            track = unchanged(self, model, prompt, settings)
-            mass = attended(self, model, prompt, settings, track)
-            marked = self.marked(track, mass)
-            listed = {"unchanged": [], **self.interventions(marked)}
-            found = effects(self, model, prompt, settings, listed)
-            above = self._thresholds(model, prompt, settings, track, mass)
-            right = found["right"].to_numpy()
-            values = {name: found[name].to_numpy()[1:] for name in ("kl", "right", "changed")}
-            values["cost"] = right[0] - right[1:]
-            values["removed"] = np.array([_removed(marked, part, pick, mass) for part in PARTS for pick in PICKS])
-            shape = (len(PARTS), len(PICKS))
-            return xr.Dataset(
-                {name: (("part", "pick"), part.reshape(shape)) for name, part in values.items()}
-                | {"share": ("part", [self._share(track, part) for part in PARTS]), "base": ((), right[0])},
-                coords={"part": list(PARTS), "pick": list(PICKS)},
-            ).merge(above)
-
-        return each_prompt(prompts, one)
+        axes: dict[str, list[Any]] = {"part": list(PARTS), "pick": list(PICKS)}
+        track = unchanged(self, model, prompt, settings)
+        mass = attended(self, model, prompt, settings, track)
+        marked = self.marked(track, mass)
+        listed = self.interventions(marked)
+        found = costs_over(self, model, prompt, settings, axes, listed).drop_vars("control_found")
+        replayed = swept(self, model, prompt, settings, listed, replay=True)["kl"].mean("step")
+        values = {"kl": replayed.to_numpy(), "removed": _removed(marked, PARTS, mass)}
+        arrays: dict[str, Any] = {
+            name: (tuple(axes), value.reshape(found["cost"].shape)) for name, value in values.items()
+        }
+        shares = ("part", [share_of(marked, part) for part in PARTS])
+        return found.assign(arrays | {"share": shares}).merge(self._thresholds(model, prompt, settings, track, mass))
 
     def marked(self, track: SinkTrack, mass: xr.DataArray) -> SinkTrack:
         """The track with the keys of every part, and those that control for them."""
@@ -118,28 +123,16 @@ class Necessity(Study):
     def _thresholds(
         self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack, mass: xr.DataArray
     ) -> xr.Dataset:
-        found = {_above(epsilon): EpsilonOverMean(epsilon).detect(track) for epsilon in EPSILONS}
+        axes: dict[str, list[Any]] = {"epsilon": list(EPSILONS), "pick": list(PICKS)}
+        found = {str(epsilon): EpsilonOverMean(epsilon).detect(track) for epsilon in EPSILONS}
         marked = with_same_mass(track, found, self.sink.detect(track), mass, self.seed)
-        listed: dict[str, Any] = {"unchanged": []}
-        for name in found:
-            listed |= {f"{name} {pick}": hook for pick, hook in masks(marked, name, self.seed).items()}
-        right = free_effects(self, model, prompt, settings, listed)["right"].to_numpy()
-        shape = (len(EPSILONS), len(PICKS))
+        listed = {f"{name} {pick}": hook for name in found for pick, hook in masks(marked, name, self.seed).items()}
+        costs = costs_over(self, model, prompt, settings, axes, listed)[["right", "cost"]]
         before = marked.isel(step=slice(0, -1))
-        gone = np.array([_removed(marked, name, pick, mass) for name in found for pick in PICKS])
-        return xr.Dataset(
-            {
-                "above_right": (("epsilon", "pick"), right[1:].reshape(shape)),
-                "above_cost": (("epsilon", "pick"), (right[0] - right[1:]).reshape(shape)),
-                "above_keys": ("epsilon", [float(before[name].sum("pos").mean()) for name in found]),
-                "above_removed": (("epsilon", "pick"), gone.reshape(shape)),
-            },
-            coords={"epsilon": list(EPSILONS), "pick": list(PICKS)},
-        )
-
-    def _share(self, track: SinkTrack, part: Part) -> float:
-        before = track.isel(step=slice(0, -1))
-        return float(StrongestKeys(part=part, sink=self.sink).detect(before).any("pos").mean())
+        keys = [float(before[name].sum("pos").mean()) for name in found]
+        gone = _removed(marked, found, mass).reshape(costs["cost"].shape)
+        every = costs.assign(keys=("epsilon", keys), removed=(tuple(axes), gone))
+        return every.rename({name: f"above_{name}" for name in every})
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """`LESS` [prompt, part, control]: costs of masking the strongest key beyond those of a control.
@@ -220,12 +213,6 @@ def ratio_pairs(data: xr.Dataset) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def _above(epsilon: float) -> str:
-    return f"above {epsilon:g}"
-
-
-def _removed(marked: SinkTrack, name: str, pick: str, mass: xr.DataArray) -> float:
-    """Share of attention removed; NaN for random keys, which are drawn in the run."""
-    if pick == "random":
-        return float("nan")
-    return float(removed(marked[name if pick == "strongest" else f"{name} {pick}"], mass)[0])
+def _removed(marked: SinkTrack, names: Iterable[str], mass: xr.DataArray) -> Float[np.ndarray, " pick"]:
+    """Share of attention removed by name and pick; NaN for random keys, which are drawn in the run."""
+    return removed_by([one for name in names for one in (name, None, same_mass_name(name))], marked, mass)

@@ -262,10 +262,6 @@ class PaperFigures(Study):
         """None: those of `tables_of` are of all models, which need not be in memory at once."""
         return {}
 
-    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """None: see `pictures`."""
-        return {}
-
 
 def tables_of(measured: Mapping[str, xr.Dataset], items: Sequence[str], seed: int) -> "dict[str, DataFrame]":
     """By item, those of `items` that are measured on generations: its measures, with 95 % intervals over them."""

@@ -19,12 +19,11 @@ from torch import Tensor
 from sinklens.analyses.mass import hidden_keys
 from sinklens.errors import require
 from sinklens.model.prompts import SinglePrompt
+from sinklens.sinks.values import NO_OP, written_norms
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
     from sinklens.model import Model
-
-NO_OP = 0.2  # a value that writes less, in medians of its head, writes next to nothing
 
 Keys = Bool[Tensor, "layer head key"]
 Sums = Float[Tensor, "layer head key"]
@@ -85,10 +84,7 @@ class Read(NamedTuple):
     @property
     def key_norms(self) -> Sums:
         """Norm of the key that each head reads."""
-        return self._of_heads(self.key.norm(dim=-1))
-
-    def _of_heads(self, values: Float[Tensor, "layer pos kv_head"]) -> Sums:
-        return values.mT.repeat_interleave(self.query.shape[2] // values.shape[2], dim=1)
+        return self.key.norm(dim=-1).mT.repeat_interleave(self.query.shape[2] // self.key.shape[2], dim=1)
 
     @property
     def query_norms(self) -> Sums:
@@ -178,12 +174,8 @@ def earlier_canvas(canvas: TextCanvas, age: int, noise: np.random.Generator) -> 
 
 def written(model: "Model", read: Read) -> Sums:
     """Norm of every value after the output matrix of every head that reads it, in medians of the head."""
-    norms = []
-    for layer, value in enumerate(read.value):
-        weight = model.blocks[layer].attn.W_O.detach().float().cpu()
-        of_head = value.transpose(0, 1).repeat_interleave(len(weight) // value.shape[1], dim=0)
-        norms.append(torch.einsum("hpd,hdm->hpm", of_head, weight).norm(dim=-1))
-    sizes = torch.stack(norms)
+    weights = [block.attn.W_O for block in model.blocks]
+    sizes = torch.stack([written_norms(value, weight) for value, weight in zip(read.value, weights, strict=True)])
     return sizes / sizes.median(dim=-1, keepdim=True).values
 
 

@@ -11,18 +11,17 @@ direction. *the opposite holds*: it is below 0. *cannot tell*: none of these, an
 could have shown. Each verdict has an error rate of 5 % over all tests on these prompts (tested.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import xarray as xr
 
-from sinklens.analyses.answers import each_prompt, free_effects, unchanged
+from sinklens.analyses.answers import costs_over, unchanged
 from sinklens.analyses.estimates.deciding import over_groups
 from sinklens.analyses.estimates.plan import Plan
 from sinklens.analyses.estimates.tables import interval_table
-from sinklens.analyses.mass import SAME_MASS, attended, removed, with_same_mass
+from sinklens.analyses.mass import SAME_MASS, attended, removed_by, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.model.prompts import SinglePrompt
@@ -32,7 +31,6 @@ from sinklens.sinks.kinds import Kind, kinds
 from sinklens.sinks.strongest import NOT, Marked
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
     from sinklens.model import Model
@@ -64,28 +62,16 @@ class PlannedTest(Study):
     scored: ClassVar[str] = "some"
     plan: Plan = field(default_factory=lambda: Plan("", "", 2, 0.1))
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` and ``removed`` [prompt, pick]."""
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            track = unchanged(self, model, prompt, settings)
-            marked, mass = self._marked(model, prompt, settings, track)
-            listed = self.interventions(marked)
-            found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
-            right = found["right"].to_numpy()
-            gone = {"treated": marked["treated"], SAME_MASS: marked[f"treated {SAME_MASS}"]}
-            values = {
-                "right": right[1:],
-                "cost": right[0] - right[1:],
-                "changed": found["changed"].to_numpy()[1:],
-                "removed": np.array(
-                    [float(removed(gone[name], mass)[0]) if name in gone else np.nan for name in listed]
-                ),
-            }
-            data = xr.Dataset({name: ("pick", value) for name, value in values.items()}, {"pick": list(listed)})
-            return data.assign(base=right[0], keys=float(marked["treated"].isel(step=slice(0, -1)).sum()))
-
-        return each_prompt(prompts, one)
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES` and ``removed`` [pick]."""
+        track = unchanged(self, model, prompt, settings)
+        marked, mass = self._marked(model, prompt, settings, track)
+        listed = self.interventions(marked)
+        found = costs_over(self, model, prompt, settings, {"pick": list(listed)}, listed).drop_vars("control_found")
+        chosen = {"treated": "treated", SAME_MASS: f"treated {SAME_MASS}"}
+        gone = removed_by([chosen.get(name) for name in listed], marked, mass)
+        keys = float(marked["treated"].isel(step=slice(0, -1)).sum())
+        return found.assign(removed=("pick", gone), keys=keys)
 
     def _marked(
         self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack
@@ -128,7 +114,3 @@ class PlannedTest(Study):
                     for row in tables["differences"].itertuples()]  # fmt: skip
             tables["differences"][["estimate", "low", "high"]] = [(one.value, one.low, one.high) for one in over]
         return tables
-
-    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """None."""
-        return {}

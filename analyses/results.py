@@ -46,17 +46,16 @@ class Findings:
 
 def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: Findings, out: Path) -> Findings:
     """Write tables, figures, measurements and finally the manifest of the study `name`."""
-    files = []
-    for table_name, table in findings.tables.items():
-        files.append(out / f"{name}-{table_name}.csv")
-        write_file(files[-1], in_csv(table))
-    files += draw(name, figures(findings.measured, findings.examples), out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
-    files.append(out / f"{name}.nc")
-    write_file(files[-1], stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
-    files.append(out / f"{name}.json")
-    write_file(files[-1], json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
-    return replace(findings, files=tuple(files))
+    contents: dict[Path, str | bytes] = {
+        **{out / f"{name}-{title}.csv": in_csv(table) for title, table in findings.tables.items()},
+        out / f"{name}.nc": bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf")),
+        out / f"{name}.json": json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n",
+    }
+    drawn = draw(name, figures(findings.measured, findings.examples), out)
+    for file, content in contents.items():
+        write_file(file, content)
+    return replace(findings, files=(*contents, *drawn))
 
 
 def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
@@ -70,7 +69,7 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
         )
     except (CheckpointError, KeyError, TypeError):
         return  # missing, or not the manifest of a study
-    if any(earlier.get(key) != now[key] for key in ("options", "models", "prompts_sha256", "inputs")):
+    if any(earlier.get(key) != now[key] for key in ("options", "models", "prompts_sha256")):
         warnings.warn(
             f"{file.parent} holds another run of this study ({summary}), which this run will replace; to keep it, "
             f"interrupt now and choose another folder (--out).",

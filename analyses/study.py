@@ -40,7 +40,7 @@ from sinklens.evaluation.counting import counting
 from sinklens.evaluation.units import equals_apart
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name, settings_for
-from sinklens.model import load
+from sinklens.model import Model, load
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.sampling.settings import Settings
@@ -54,8 +54,6 @@ from sinklens.utils.versions import versions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-    from sinklens.model import Model
 
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
@@ -71,8 +69,8 @@ class Study(ABC):
     Attributes:
         needs_mask_token: why the study cannot measure a model without a mask token; empty if it can.
         needs_complete_passes: why it cannot measure a model whose passes cover one canvas; empty if it can.
-        together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
-            one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
+        together: whether `measure` runs its prompts in one batch. Set it to False in a study that defines `of_prompt`;
+            `measure` then gets one prompt at a time, and an interrupt loses at most that one.
         seed: seed of the runs and of the bootstrap.
         batch_size: prompts per run; the results do not depend on it.
         settings: sampler settings; each model uses those that its sampler has.
@@ -116,7 +114,7 @@ class Study(ABC):
                 f"or run the study caching, which compares policies."
             )
 
-    def refusal(self, model: "Model") -> str:
+    def refusal(self, model: Model) -> str:
         """Why the study cannot measure `model`, to follow its name; empty if it can."""
         unmasked = self.needs_mask_token if not model.family_record.masked else ""
         why = unmasked or (self.needs_complete_passes if model.tree.architecture.encoder else "")
@@ -127,11 +125,15 @@ class Study(ABC):
             f"instead."
         )
 
-    @abstractmethod
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """Measurements of `prompts`, with the axis ``prompt``."""
+    def measure(self, model: Model, prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
+        """Measurements of `prompts`, with the axis ``prompt``; by default those of `of_prompt`."""
+        return xr.concat([self.of_prompt(model, one, settings) for one in prompts], dim="prompt", join="outer")
 
-    def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset | None:
+    def of_prompt(self, model: Model, prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """Measurements of one prompt, in a study that does not define `measure`."""
+        raise NotImplementedError(f"{type(self).__name__} must define measure or of_prompt.")
+
+    def example(self, model: Model, prompt: SinglePrompt, settings: Settings) -> xr.Dataset | None:
         """Data of one prompt's run for `figures`; None if the figures need none."""
         return None
 
@@ -145,9 +147,9 @@ class Study(ABC):
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """Tables by name."""
 
-    @abstractmethod
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """Figures by name."""
+        """Figures by name; none by default."""
+        return {}
 
     def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:  # noqa: B027 — overriding is optional
         """Called by `run` before anything is measured, to reject what the study cannot measure, or to discard the state
@@ -158,11 +160,7 @@ class Study(ABC):
             prompts: each a text or a list of token ids.
         """
 
-    def inputs(self) -> dict[str, str]:
-        """Hashes of the contents of files that `measure` reads, by name; units of other contents are not used."""
-        return {}
-
-    def generate(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, **more: Any) -> OwnRun:
+    def generate(self, model: Model, prompts: Sequence[SinglePrompt], settings: Settings, **more: Any) -> OwnRun:
         """`own_run` with the study's seed, chat template and cache policy."""
         given = {"seed": self.seed, "chat_template": self.chat_template, "cache": as_policy(self.cache)}
         return own_run(model, prompts, settings, **given | more)
@@ -203,7 +201,8 @@ class Study(ABC):
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
         prompts = _prompts(prompts)
-        loaded = [load(model) for model in _several(models)]
+        one = isinstance(models, str | Path | Model | torch.nn.Module)
+        loaded = [load(model) for model in ([models] if one else models)]
         names = [model.name for model in loaded]
         if len(set(names)) < len(names):
             raise SettingError(f"each model can be given only once; got {', '.join(names)}.")
@@ -234,7 +233,9 @@ class Study(ABC):
                 data = self._measured(model, prompts, settings, units, report)
                 if data is None:
                     return Findings({}, {}, {}, manifest)
-                measured[name] = _grouped(data, groups)
+                measured[name] = data
+                if groups is not None:
+                    measured[name] = data.assign_coords(prompt_group=("prompt", np.array(groups, dtype=str)))
                 example = self.example(model, prompts[self.shown], settings)
                 if example is not None:
                     examples[name] = example
@@ -255,7 +256,7 @@ class Study(ABC):
         return {"gen_length": self.length - longest}
 
     def _measured(
-        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
+        self, model: Model, prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
     ) -> xr.Dataset | None:
         """Measurements of every prompt, None if other shards lack some; finished prompts are not measured again."""
         first, parts = self.shard
@@ -274,7 +275,7 @@ class Study(ABC):
 
     def _manifest(
         self,
-        models: Sequence["Model"],
+        models: Sequence[Model],
         names: Sequence[str],
         prompts: Sequence[SinglePrompt],
         settings: Sequence[Mapping[str, Any]],
@@ -285,7 +286,6 @@ class Study(ABC):
             "source": _source_hash(type(self)),
             "code": _code_hash(),
             "options": json.loads(json.dumps(options, default=repr)),
-            "inputs": self.inputs(),
             "models": [
                 {
                     "name": name,
@@ -378,18 +378,7 @@ def _groups(prompts: Sequence[SinglePrompt], given: Sequence[Hashable] | None) -
     return found
 
 
-def _grouped(data: xr.Dataset, groups: Sequence[str] | None) -> xr.Dataset:
-    """The measurements with the coordinate ``prompt_group``, which `strata.groups_of` reads."""
-    return data if groups is None else data.assign_coords(prompt_group=("prompt", np.array(groups, dtype=str)))
-
-
-def _several(models: Any) -> list[Any]:
-    from sinklens.model import Model
-
-    return [models] if isinstance(models, str | Path | Model | torch.nn.Module) else list(models)
-
-
-def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
+def _settings_of(models: Sequence[Model], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
     With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
@@ -402,7 +391,7 @@ def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list
     return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
 
 
-def setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
+def setting_names(model: Model, settings: Mapping[str, Any]) -> set[str]:
     """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
     family = model.family_record
     chosen = settings if family.modes else {name: value for name, value in settings.items() if name != "mode"}

@@ -11,14 +11,13 @@ Caveat: a swapped canvas may be one that no text has, also in the control. A mas
 masks are only put in (``word → mask``), where a model has one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.study import Study
@@ -76,16 +75,12 @@ class Swaps(Study):
             return "a model that changes its attention from pass to pass: a swap is no such pass. Leave it out."
         return super().refusal(model)
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` [prompt, swap]: means over the places, over steps; NaN where there is no such place or token."""
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            run = self.generate(model, [prompt], settings, record_sinks=False).run
-            before, after = np.array([self._means(run, replace, by) for replace, by in SWAPS.values()]).T
-            values = {"sinks_before": before, "sinks_after": after, "change": after - before}
-            return xr.Dataset({name: ("swap", found) for name, found in values.items()}, {"swap": list(SWAPS)})
-
-        return each_prompt(prompts, one)
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES` [swap]: means over the places, over steps; NaN where there is no such place or token."""
+        run = self.generate(model, [prompt], settings, record_sinks=False).run
+        before, after = np.array([self._means(run, replace, by) for replace, by in SWAPS.values()]).T
+        values = {"sinks_before": before, "sinks_after": after, "change": after - before}
+        return xr.Dataset({name: ("swap", found) for name, found in values.items()}, {"swap": list(SWAPS)})
 
     def _means(self, run: "Generation", replace: str, by: str) -> tuple[float, float]:
         """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one kind."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.estimates.strata import compare, groups_of, labels_of
+from sinklens.analyses.estimates.strata import compare, groups_of, matched_row
 from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
 from sinklens.analyses.matching import ENUMS, counts_by_stratum, places_of
 from sinklens.analyses.study import SINK, Study
@@ -31,6 +31,7 @@ from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import absorption, enrichment, frequency_table
 from sinklens.sinks.labels import short
+from sinklens.utils.escaping import spelled
 from sinklens.utils.estimates import Estimate, pooled
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def tokens_of_rows(track: SinkTrack) -> xr.Dataset:
         part = track.isel(batch=row)
         table = frequency_table(part)
         places = int((part.scores().notnull().any(("layer", "head"))).sum()) * heads
-        labels = [_token_label(*line) for line in zip(table["id"], table["kind"], table["token"], strict=True)]
+        named = zip(table["id"], table["kind"], table["token"], strict=True)
+        labels = [f"{token} {kind} {spelled(text)}" for token, kind, text in named]  # tokens may have the same text
         rows.append(
             xr.Dataset(
                 {
@@ -150,12 +152,6 @@ def tokens_of_rows(track: SinkTrack) -> xr.Dataset:
             ).sortby("token")
         )
     return xr.concat(rows, dim="prompt", join="outer").fillna(0)
-
-
-def _token_label(token: int, kind: str, text: str) -> str:
-    """``id kind text``: distinguishes tokens with the same text without a second table."""
-    shown = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
-    return f"{token} {kind} {shown}"
 
 
 def token_rows(name: str, data: xr.Dataset, seed: int) -> "DataFrame":
@@ -207,9 +203,8 @@ def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
                     others = [part.sum(axis=1) - part[:, code] for part in (sinks, places)]
                     parts = [sinks[:, code], places[:, code], *others]
                     found = compare(parts, seed, group=group, within="group" in axes)
-                    labels = {"by": [by], "set": [code.name.lower()], "matched": [name]}
-                    (row,) = interval_rows(model, "ratio", found.found, labels)
-                    rows.append({**row, **labels_of(found, name == claim)})
+                    labels = {"by": by, "set": code.name.lower(), "matched": name}
+                    rows.append(matched_row(model, "ratio", found, labels, name == claim))
     return rows
 
 

@@ -13,8 +13,8 @@ import base64
 import io
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import xarray as xr
@@ -25,7 +25,7 @@ from sinklens.evaluation.ledger import LedgerRun, Writer
 FOLDER = "units"
 
 
-class Units:
+class Units(ExitStack):
     """The units of one model; use it in a ``with`` block, which keeps other processes from writing them.
 
     Attributes:
@@ -45,6 +45,7 @@ class Units:
             total: number of prompts.
             shard: the part of the prompts that this process measures.
         """
+        super().__init__()
         self.total, self._shard = total, shard
         self._run = None if out is None else LedgerRun.of(out / FOLDER, what)
         self._writer: Writer | None = None
@@ -52,15 +53,9 @@ class Units:
 
     def __enter__(self) -> "Units":
         if self._run is not None:
-            self._writer = Writer(self._run.begin(), self._shard).__enter__()
+            self._writer = self.enter_context(Writer(self._run.begin(), self._shard))
             self._found = {int(record["sample"]): record["measured"] for record in self._run.records()}
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._writer is not None:
-            self._writer.__exit__(kind, error, traceback)
 
     @property
     def done(self) -> set[int]:

@@ -170,6 +170,17 @@ def plain_pass(
     return PlainPass(_norm(hf.model.norm, stream, "ln_final", point) @ hf.lm_head.weight.T, values)
 
 
+def put(index: Any, new: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """An edit that puts `new`, of the value, at an index."""
+
+    def edit(value: Tensor) -> Tensor:
+        value = value.clone()
+        value[index] = new(value)
+        return value
+
+    return edit
+
+
 def block_causal(real: Tensor, size: int) -> Tensor:
     """Which keys a query sees, [batch, 1, query, key]: those of its block of `size` tokens and of earlier blocks."""
     seen = torch.zeros(len(real), 1, real.shape[1], real.shape[1], dtype=torch.bool)

@@ -98,7 +98,7 @@ def _signatures() -> Iterator[tuple[str, inspect.Signature]]:
             "out, or path of save and load",
             ("LedgerRun", "Trace.source"),
         ),  # the second is nnsight's
-        ("prompt", "prompts", ("Sample", "Study.example")),  # a record of one, and one beside the study's
+        ("prompt", "prompts", ("Sample", "Study.example", "Study.of_prompt")),  # a record of one, and one of a study's
         ("report callback verbose", "progress", ()),
         ("axes axis", "ax", ()),
         ("places location", "where", ()),

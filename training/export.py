@@ -140,7 +140,7 @@ Accuracy on held-out samples ({HOW.get(recipe.family, "greedy, one token per ste
 
 Limits: the model knows only these templates and the numbers of its training problems: 1 to 20 in sums and differences,
 2 to 9 in products and quotients. With larger numbers the shipped models are almost always wrong
-(`python -m sinklens.analyses.accuracy {recipe.name} --ranges`). Prompts have the form `Question: …\\nAnswer:`;
+(`python -m sinklens.analyses.accuracy {recipe.name}`). Prompts have the form `Question: …\\nAnswer:`;
 answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
 
 {_training(recipe, run, "held-out word problems right", rights)}""",

@@ -78,7 +78,7 @@ def smallest_mean(number: int, spread: float, level: float = LEVEL, power: float
     """The smallest mean that a two-sided test finds with probability `power`; infinite where none would be found."""
     from scipy.stats import norm
 
-    if not _can_reject(number, level):
+    if number < 2 or 2.0 ** (1 - number) > level:  # random signs never reject
         return math.inf
     return float((norm.isf(level / 2) + norm.isf(1 - power)) * spread / math.sqrt(number))
 
@@ -175,8 +175,3 @@ def _critical(number: int, level: float) -> Int[np.ndarray, " count"]:
         tail = 2 * binom.cdf(np.arange(count // 2 + 1), count, 0.5)
         found.append(int((tail <= level).sum()) - 1)
     return np.array(found)
-
-
-def _can_reject(number: int, level: float) -> bool:
-    """Whether the random signs of this many prompts can give a p value as small as `level`."""
-    return number >= 2 and 2.0 ** (1 - number) <= level

@@ -16,7 +16,7 @@ tokens in the same order, few strata remain; the tables report the share of the 
 a group of its own, nothing remains.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, Scale
-from sinklens.analyses.estimates.tables import interval_rows
 from sinklens.analyses.matching import ratio, terms
 from sinklens.utils.estimates import Estimate, resampling_weights
 
@@ -55,9 +54,14 @@ def groups_of(data: xr.Dataset) -> Groups | None:
     return np.unique(data["prompt_group"].to_numpy(), return_inverse=True)[1] if known else None
 
 
-def labels_of(found: Matched, claim: bool = True) -> dict[str, Any]:
-    """The columns of a table that describe a comparison: ``matched_share``, ``groups``, and ``p`` if it is a claim."""
-    return {"matched_share": found.share, "groups": found.groups, "p": found.found.p if claim else np.nan}
+def matched_row(
+    model: str, measure: str, found: Matched, labels: Mapping[str, Any], claim: bool = True
+) -> dict[str, Any]:
+    """A table's row, with a p value if it is a claim."""
+    one = found.found
+    numbers = {"estimate": one.value, "low": one.low, "high": one.high, "prompts": one.n}
+    about = {"matched_share": found.share, "groups": found.groups, "p": one.p if claim else np.nan}
+    return {"model": model, "measure": measure, **labels, **numbers, **about}
 
 
 def mean_rows(
@@ -77,37 +81,9 @@ def mean_rows(
         one = array[(slice(None), *place)][:, None]
         parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
         found = stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, null=0.0)
-        axes = {name: [values_of[at]] for (name, values_of), at in zip(labels.items(), place, strict=True)}
-        (row,) = interval_rows(model, measure, found.found, axes)
-        rows.append({**row, **labels_of(found, claim)})
+        at = {name: values_of[number] for (name, values_of), number in zip(labels.items(), place, strict=True)}
+        rows.append(matched_row(model, measure, found, at, claim))
     return rows
-
-
-class Matching(NamedTuple):
-    """What two places must share to be compared.
-
-    Attributes:
-        name: for the column ``matched``.
-        places: whether they share what the strata are: the step and the position.
-        within: whether they share the group of prompts.
-        claim: whether it is the strictest, whose p values count as claims.
-    """
-
-    name: str
-    places: bool
-    within: bool
-    claim: bool
-
-
-def matchings(group: Groups | None, places: str = "step, position") -> list[Matching]:
-    """Crude, at the same step and position, and there within the group of prompts, if groups are known."""
-    crude, matched = Matching("nothing", False, False, False), Matching(places, True, False, group is None)
-    return [crude, matched, *([] if group is None else [Matching(f"{places}, group", True, True, True)])]
-
-
-def matched_by(matching: Matching, parts: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """`parts` [prompt, stratum] in the strata of the matching: all in one for a crude comparison."""
-    return parts if matching.places else [part.sum(axis=1, keepdims=True) for part in parts]
 
 
 def stratified(

@@ -91,18 +91,11 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
     from pandas import DataFrame
 
     (first, start), *others = measured.items()
-    rows = []
-    for model, data in others:
-        for name in variables:
-            values = data[name].transpose("prompt", ...) - start[name].transpose("prompt", ...)
-            low, high = RANGES.get(name, (0, 0))
-            known = (low - high, high - low) if name in RANGES else None
-            array = values.to_numpy()
-            found = interval_rows(f"{model} − {first}", name, mean_interval(array, known, seed), _labels(values))
-            tested = (_tested(column, known, 0.0, seed) for column in array.reshape(len(array), -1).T)
-            rows += [{**row, **numbers} for row, numbers in zip(found, tested, strict=True)]
-    columns = ["model", "measure", "estimate", "low", "high", "prompts"]
-    return corrected(DataFrame(rows)) if rows else DataFrame(rows, columns=columns)
+    ranges = {name: (low - high, high - low) for name, (low, high) in RANGES.items()}
+    less = {f"{model} − {first}": data[[*variables]] - start[[*variables]] for model, data in others}
+    if not less:
+        return DataFrame(columns=["model", "measure", "estimate", "low", "high", "prompts"])
+    return corrected(interval_table(less, variables, seed, ranges, null=0.0))
 
 
 def known_mean(values: Float[np.ndarray, "..."]) -> float:
@@ -115,10 +108,8 @@ def mean_interval(
     values: Shaped[np.ndarray, "prompt *rest"], possible: tuple[int, int] | None = None, seed: int = 0
 ) -> Estimate:
     """`outcomes` if all values are integers in the range `possible`, else `bootstrap`."""
-    if _are_outcomes(values, possible):
-        assert possible is not None
-        return outcomes(values, *possible)
-    return bootstrap(values, seed)
+    span = _span(values, possible)
+    return bootstrap(values, seed) if span is None else outcomes(values, *span)
 
 
 def p_value(
@@ -139,12 +130,12 @@ def p_value(
     known = values[~np.isnan(values)]
     if len(known) < 2 or np.isnan(null):
         return float("nan")
-    if not _are_outcomes(values, possible):
+    span = _span(values, possible)
+    if span is None:
         return _flipped(known - null, seed)
-    assert possible is not None
-    if possible == (-1, 1) and null == 0:
+    if span == (-1, 1) and null == 0:
         return mcnemar(int((known < 0).sum()), int((known > 0).sum()))
-    counts, support = counted(known, *possible)
+    counts, support = counted(known, *span)
     return float(score_p(counts, support.tolist(), null))
 
 
@@ -219,7 +210,7 @@ def _tested(
     """
     known = values[~np.isnan(values)]
     spread = float(known.std(ddof=1)) if len(known) > 1 else np.nan
-    paired = possible == (-1, 1) and _are_outcomes(values, possible) and not np.isnan(null)
+    paired = _span(values, possible) == (-1, 1) and not np.isnan(null)
     against = float(min((known > 0).mean(), (known < 0).mean())) if paired else np.nan
     return {"p": p_value(values, possible, null, seed), "null": null, "spread": spread, "against": against}
 
@@ -241,11 +232,12 @@ def verdict(estimate: float, low: float, high: float, threshold: float, above: s
     return below if high <= threshold else "cannot tell"
 
 
-def _are_outcomes(values: np.ndarray, possible: tuple[int, int] | None) -> bool:
+def _span(values: np.ndarray, possible: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The range of outcomes, `possible` if all known values are integers in it; None of other values."""
     known = values[~np.isnan(values)]
     if possible is None or not known.size:
-        return False
-    return bool(((known == known.round()) & (known >= possible[0]) & (known <= possible[1])).all())
+        return None
+    return possible if np.isin(known, np.arange(possible[0], possible[1] + 1)).all() else None
 
 
 def _flipped(values: np.ndarray, seed: int) -> float:

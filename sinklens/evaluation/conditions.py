@@ -15,13 +15,14 @@ from sinklens.errors import SettingError, nearest, require
 from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.places import AtKeys, Reach
-from sinklens.interventions.rules import as_rule, as_tuple
+from sinklens.interventions.rules import as_rule
 from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks import StrongestKeys
+from sinklens.sinks.strongest import as_tuple
 from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:

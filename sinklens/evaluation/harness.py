@@ -40,6 +40,7 @@ from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
+from sinklens.sinks.strongest import as_tuple
 from sinklens.tasks.base import cut
 from sinklens.utils.arguments import Seed, read_as
 
@@ -218,7 +219,8 @@ class SinklensLM(TemplateLM):
                     cache=self.cache, **self._settings(request_settings),
                 )  # fmt: skip
                 for place, answer in zip(places, run.answers, strict=True):
-                    answers[place] = cut(answer.text or "", _stops(request_settings))
+                    stops = as_tuple(request_settings.get("until") or ())
+                    answers[place] = cut(answer.text or "", filter(None, stops))
                 bar.update(len(places))
         return answers
 
@@ -328,9 +330,3 @@ class SinklensLM(TemplateLM):
             ordered = sorted(places, key=lambda place: len(requests[place].args[0]))
             for start in range(0, len(ordered), self.batch_size):
                 yield self.seed + repeat, json.loads(settings), ordered[start : start + self.batch_size]
-
-
-def _stops(settings: Mapping[str, Any]) -> list[str]:
-    """The texts that end an answer."""
-    until = settings.get("until") or []
-    return [text for text in ([until] if isinstance(until, str) else until) if text]

@@ -181,7 +181,9 @@ def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
         runs |= {run.name: LedgerRun(run.what, target, run.name) for run in found}
         for place, record in records.items():
             folder, other = known.setdefault(place, (ledger, record))
-            if field := _contradiction(record, other):
+            names = sorted({*record, *other} - CIRCUMSTANCES, key=lambda name: (name != "verdict", name))
+            differing = (name for name in names if record.get(name) != other.get(name))
+            if field := data_difference(record, other) or next(differing, ""):
                 raise LedgerError(
                     f"{ledger} and {folder} have {place[1]} of {place[2]} in {place[0]} with another {field}, so they "
                     f"contradict each other; keep them apart. Nothing was copied."
@@ -217,12 +219,6 @@ def export(ledger: str | Path, file: str | Path) -> int:
 def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What differs between the data of two records of a sample, "prompt" or "expected answer"; "" if nothing does."""
     return next((text for name, text in DATA.items() if one.get(name) != other.get(name)), "")
-
-
-def _contradiction(one: LedgerRecord, other: LedgerRecord) -> str:
-    """What differs between the results of two records of a sample; "" if nothing does."""
-    fields = sorted({*one, *other} - CIRCUMSTANCES, key=lambda name: (name != "verdict", name))
-    return data_difference(one, other) or next((name for name in fields if one.get(name) != other.get(name)), "")
 
 
 def _records_of(runs: Sequence[LedgerRun]) -> dict[tuple[str, str, str], LedgerRecord]:

@@ -20,9 +20,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from sinklens.experiments.nll.noise import DrawRule, MaskNoise, NoisyDraws, Time
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.runs.control_keys import ControlLog
 from sinklens.tasks.word_problems import held_out
+from sinklens.utils.estimates import Estimate
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -56,6 +57,7 @@ FAR = 10.0  # factor between the size of a weight and that in the nearest layers
 UNLIKE = 3.0  # the same for attention; below 2 in every shipped model
 THETAS = (0.02, 0.1, 10.0, 50.0)
 EPSILONS = (1e-6, 1e-5)
+Outcome = Literal["passed", "failed", "open", "recorded"]
 EXPECTED = {
     "loss": f"below {KNOWN_BELOW:g} of log(vocabulary), and below the loss of shuffled text",
     "undone damage": "no change improves the loss",
@@ -84,12 +86,32 @@ class Change(NamedTuple):
                 setattr(owner, name, value)
 
 
-class Damage(NamedTuple):
-    """What a check found: `name` is one of `EXPECTED`, `suspicious` is None if it could not be made."""
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: what is checked.
+        outcome: "passed"; "failed"; "open" if the limits allow both; "recorded" if nothing is expected.
+        expected: what was expected, and its source.
+        found: what was found, in words.
+        number: the number with its limits; None if there is none. Of masking, the cost: accuracy without masking minus
+            accuracy with it, positive if accuracy is lost.
+        statement: whether it is a statement of the study, not a property that the checkpoint must have.
+    """
 
     name: str
+    outcome: Outcome
+    expected: str
     found: str
-    suspicious: bool | None
+    number: Estimate | None = None
+    statement: bool = False
+
+
+def _check(name: str, found: str, suspicious: bool | None) -> Check:
+    """The check of `EXPECTED` with this name; None if it cannot be decided."""
+    outcome: Outcome = "open" if suspicious is None else "failed" if suspicious else "passed"
+    return Check(name, outcome, EXPECTED[name], "suspicious: " * bool(suspicious) + found)
 
 
 class _Parts(MaskNoise):
@@ -128,25 +150,25 @@ def _shuffled(pair: PromptAnswer) -> PromptAnswer:
     return PromptAnswer(mixed[: len(pair.prompt)], mixed[len(pair.prompt) :])
 
 
-def damage_checks(model: "Model") -> list[Damage]:
+def damage_checks(model: "Model") -> list[Check]:
     """The three checks; see the module."""
     texts = _texts(model)
     if not texts or model.tree.architecture.encoder or model.tree.changes_attention:
         why = "not measured: the model has no tokenizer, no room for a text, or no single loss of one"
-        return [Damage("loss", why, None), Damage("undone damage", why, None), layer_check(model)]
+        return [_check("loss", why, None), _check("undone damage", why, None), layer_check(model)]
     known, best = min(((token_losses(model, some), some) for some in texts), key=lambda one: one[0].mean())
     loss, mixed = known.mean(), token_losses(model, [_shuffled(one) for one in best]).mean()
     most = math.log(model.cfg.d_vocab)
     bad, sound = not loss < min(mixed, most), loss < KNOWN_BELOW * most  # NaN is bad
     text = f"{loss:.3f} nats per token, shuffled {mixed:.3f}, log(vocabulary) {most:.3f}"
     return [
-        Damage("loss", text, True if bad else False if sound else None),
+        _check("loss", text, True if bad else False if sound else None),
         _undone(model, best, known, KNOWN_BELOW * most),
         layer_check(model),
     ]
 
 
-def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float) -> Damage:
+def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float) -> Check:
     """Whether a change improves the loss; of an unknown text, whether one makes it known."""
     known = before.mean() < limit
     gains, tried = list[tuple[float, str]](), 0
@@ -162,7 +184,7 @@ def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit
             gains.append((float(after.mean()), f"{change.name}: {after.mean():.3f} ({sigmas:.1f} standard errors)"))
     best = "; ".join(text for _, text in sorted(gains)[:3])
     found = f"{len(gains)} of {tried} changes improve the loss of {before.mean():.3f}" + f", e.g. {best}" * bool(best)
-    return Damage("undone damage", found, True if gains else False if known else None)
+    return _check("undone damage", found, True if gains else False if known else None)
 
 
 def _layers(model: "Model") -> dict[str, dict[int, dict[str, Weights]]]:
@@ -225,7 +247,7 @@ def _settings(model: "Model") -> Iterator[Change]:
         yield Change(f"epsilon {value:g}", [(one, eps, value) for one in norms])
 
 
-def layer_check(model: "Model") -> Damage:
+def layer_check(model: "Model") -> Check:
     """Whether the weights or the attention of a layer are far from those of the others."""
     measured: dict[str, dict[int, float]] = {}
     for stack, layers in _layers(model).items():
@@ -241,7 +263,7 @@ def layer_check(model: "Model") -> Damage:
         for layer, text in _far(found, factor)
     ]
     more = f" and {len(odd) - 3} more" * (len(odd) > 3)
-    return Damage("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
+    return _check("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
 
 
 def _attention(model: "Model") -> dict[str, dict[int, float]]:

@@ -167,9 +167,10 @@ class Job:
             which = "samples" if len(names) > 1 else "sample"
             raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
         sinks = sums.per_head()
+        device, processor = model.cfg.device, platform.processor() or platform.machine()
         about = {
-            "device": model.cfg.device.type,
-            "device_name": _device_name(model),
+            "device": device.type,
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
             "versions": versions("sinklens", "torch", "transformers"),
             "seconds": (time.perf_counter() - started) / len(batch.samples),
             "batch": len(batch.samples),
@@ -246,8 +247,3 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRe
         "masks": answer.masks,
         "steps": steps,
     } | picked
-
-
-def _device_name(model: "Model") -> str:
-    gpu = model.cfg.device.type == "cuda"
-    return torch.cuda.get_device_name(model.cfg.device) if gpu else platform.processor() or platform.machine()

@@ -23,7 +23,7 @@ from sinklens.errors import SelfCheckError, require
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
-from sinklens.evaluation.soundness import EXPECTED, Damage, damage_checks
+from sinklens.evaluation.soundness import Check, Outcome, damage_checks
 from sinklens.evaluation.tables import frame
 from sinklens.model import selfcheck
 from sinklens.runs import generate
@@ -40,7 +40,6 @@ from sinklens.utils.versions import versions
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-Outcome = Literal["passed", "failed", "open", "recorded"]
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 MASKED = (1, 5, 10)
 LITTLE = 0.05  # accuracy that masking may cost; the study's warning sign for autoregressive-like dependence
@@ -96,28 +95,6 @@ def scores_of(model: str, protocol: str) -> tuple[Published, ...]:
         return (Published(model, right / HELD_OUT, f"model card of {Path(model).name}", HELD_OUT),)
     listed = PROTOCOLS[protocol].published if protocol in PROTOCOLS else ()
     return tuple(score for score in listed if is_checkpoint(model, score.model) and score.score is not None)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check.
-
-    Attributes:
-        name: what is checked.
-        outcome: "passed"; "failed"; "open" if the limits allow both; "recorded" if nothing is expected.
-        expected: what was expected, and its source.
-        found: what was found, in words.
-        number: the number with its limits; None if there is none. Of masking, the cost: accuracy without masking minus
-            accuracy with it, positive if accuracy is lost.
-        statement: whether it is a statement of the study, not a property that the checkpoint must have.
-    """
-
-    name: str
-    outcome: Outcome
-    expected: str
-    found: str
-    number: Estimate | None = None
-    statement: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +198,7 @@ def verify(
         number, departs = int(unmasked["total"]), str(unmasked["departs"])
         accuracy = Estimate(unmasked["estimate"], unmasked["low"], unmasked["high"], number)
         checks += [
-            *map(_of_damage, damage_checks(model)),
+            *damage_checks(model),
             prompt_check(model),
             accuracy_check(accuracy, stated, departs if score is None else ""),
         ]
@@ -255,13 +232,6 @@ def self_check(model: "Model") -> Check:
     except SelfCheckError as error:
         return Check("self-check", "failed", expected, str(error))
     return Check("self-check", "passed", expected, "they do")
-
-
-def _of_damage(one: Damage) -> Check:
-    outcomes: dict[bool | None, Outcome] = {True: "failed", False: "passed", None: "open"}
-    return Check(
-        one.name, outcomes[one.suspicious], EXPECTED[one.name], "suspicious: " * bool(one.suspicious) + one.found
-    )
 
 
 def prompt_check(model: "Model") -> Check:

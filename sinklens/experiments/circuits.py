@@ -41,7 +41,7 @@ from sinklens.experiments.edges import edge_effects
 from sinklens.experiments.reruns import replaced_prompts
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import Time
-from sinklens.interventions.circuits import KeepEdges
+from sinklens.interventions.circuits import AXES, KeepEdges
 from sinklens.interventions.paths import senders_of
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-AXES = ("step", "sender", "receiver", "pos")
 FORMAT = "sinklens circuit 2"
 
 

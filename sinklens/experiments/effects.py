@@ -272,10 +272,11 @@ def _of_steps(
     attended: Bool[np.ndarray, "batch step pos"] | None,
     steps: int,
 ) -> dict[str, Any]:
-    rows = len(base.answers)
+    from pandas import DataFrame
+
     names = ["kl", "top1_agreement", "confidence", "confidence_changed"]
     names += [] if attended is None else ["change_attended", "change_rest"]
-    found = {name: np.full((rows, steps), np.nan) for name in names}
+    found = {name: np.full((len(base.answers), steps), np.nan) for name in names}
     for step in sorted(set(base_logits) & set(changed_logits)):
         base_places, changed_places = kept_places(base, step), kept_places(changed, step)
         both = base_places & changed_places
@@ -296,12 +297,9 @@ def _of_steps(
             change = values["confidence_changed"] - values["confidence"]
             values["change_attended"] = np.where(marked, change, np.nan)
             values["change_rest"] = np.where(marked, np.nan, change)
-        row_of = both.nonzero()[:, 0].numpy()
-        for name, value in values.items():
-            counted = ~np.isnan(value)
-            sums = np.bincount(row_of[counted], value[counted], rows)
-            number = np.bincount(row_of[counted], minlength=rows)
-            found[name][:, step] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
+        means = DataFrame(values).groupby(both.nonzero()[:, 0].numpy()).mean()  # without NaN
+        for name in names:
+            found[name][means.index, step] = means[name]
     return {name: (("batch", "step"), value) for name, value in found.items()}
 
 

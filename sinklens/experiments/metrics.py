@@ -54,6 +54,8 @@ class StepOutput(NamedTuple):
 Metric = Callable[[StepOutput], Tensor | float | int]
 
 
+Output = tuple[Float[Tensor, "row pos vocab"], Int[Tensor, "row canvas"], Bool[Tensor, "row canvas"]]
+"""Logits, canvas and undecided positions of one pass: of several copies of the prompts."""
 Start = Callable[[Any, Any, Repeated | None, int], Denoising]
 """(prompts, hooks, canvases to replay, copies of the prompts) -> a run that has not begun."""
 
@@ -71,28 +73,30 @@ def measured(
         batch: the prompts, of which the first has the number `first` in the sweep.
         replay: whether every step begins on the canvas of the run without interventions.
     """
-    denoising = start(batch, [], None, 1)
-    denoising.carry_out()
-    base = denoising.result()
+    base = finished(start(batch, [], None, 1))
     found = _MetricValues(metric, len(listed), len(base.answers), base.steps_run, first)
     alone = [_steps_alone(hooks, base) if replay else None for hooks in listed]
     at_once = max(1, rows // len(base.answers) - 1)  # copies of the batch, besides the one without interventions
     for step in sorted({step for steps in alone if steps is not None for step in steps}):
         plain = _pass(start(batch, [], None, 1), base, step)
-        found.keep(None, step, plain, plain.logits)
+        found.keep([None], step, plain)
         for part in _parts([n for n, steps in enumerate(alone) if steps is not None and step in steps], at_once):
             denoising = start(batch, [Stacked([listed[number] for number in part])], None, len(part))
             output = _pass(denoising, base, step)
             denoising.controls.report(refuse=False)
-            for number, one in zip(part, output.chunks(len(part)), strict=True):
-                found.keep(number, step, one, plain.logits)
+            found.keep(part, step, output, plain[0])
     for part in _parts([number for number, steps in enumerate(alone) if steps is None], at_once):
         stacked, reader = Stacked([[], *(listed[n] for n in part)]), _MetricReader(numbers=[None, *part], found=found)
         canvases = Repeated.of(base, len(part) + 1) if replay else None
-        denoising = start(batch, [stacked, reader], canvases, len(part) + 1)
-        denoising.carry_out()
-        denoising.controls.report(refuse=False)
+        finished(start(batch, [stacked, reader], canvases, len(part) + 1))
     return found.dataset()
+
+
+def finished(denoising: Denoising) -> Generation:
+    """The result of a run that has not begun; a control without any key is not refused."""
+    denoising.carry_out()
+    denoising.controls.report(refuse=False)
+    return denoising.result()
 
 
 def _parts(numbers: list[int], size: int) -> list[list[int]]:
@@ -111,21 +115,8 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     return sorted(step for step in named if 0 <= step < base.steps_run)
 
 
-class _Output(NamedTuple):
-    """The output of one pass: of several copies of the prompts."""
-
-    logits: Float[Tensor, "row pos vocab"]
-    canvas: Int[Tensor, "row canvas"]
-    undecided: Bool[Tensor, "row canvas"]
-
-    def chunks(self, count: int) -> list["_Output"]:
-        """The output of each copy."""
-        parts = (value.chunk(count) for value in self)
-        return [_Output(*values) for values in zip(*parts, strict=True)]
-
-
 @torch.no_grad()
-def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
+def _pass(denoising: Denoising, base: Generation, step: int) -> Output:
     """One step of a run that has not begun, on the canvas of the base run."""
     state = denoising.state
     tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
@@ -141,7 +132,7 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
             logits = state.logits(ids, torch.ones_like(ids, dtype=torch.bool))
         finally:
             tree.watch.forward_pass = ForwardPass()
-    return _Output(logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real)
+    return logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real
 
 
 class _MetricValues:
@@ -152,18 +143,32 @@ class _MetricValues:
         self.values = np.full((interventions, prompts, steps), np.nan)
         self.base = np.full((prompts, steps), np.nan)
 
-    def keep(self, number: int | None, step: int, output: _Output, base: Float[Tensor, "prompt pos vocab"]) -> None:
-        """Evaluate the metric for an intervention, or for the base run (None)."""
+    def keep(
+        self,
+        numbers: Sequence[int | None],
+        step: int,
+        output: Output,
+        base: Float[Tensor, "prompt pos vocab"] | None = None,
+    ) -> None:
+        """Evaluate the metric for interventions, or for the base run (None).
+
+        Args:
+            numbers: the intervention of each copy of the prompts in `output`.
+            base: logits of the base run; by default those of the first copy.
+        """
         if step >= self.base.shape[1]:  # a run of other prompts of the batch may be longer
             return
-        shown = StepOutput(step, output.logits, base, output.canvas, output.undecided, self._first)
-        value = torch.as_tensor(self._metric(shown)).detach()
-        require(
-            value.numel() == self._prompts,
-            f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
-            f"shape {list(value.shape)}.",
-        )
-        (self.base if number is None else self.values[number])[:, step] = value.reshape(-1).cpu().numpy()
+        copies = zip(*(value.chunk(len(numbers)) for value in output), strict=True)
+        for number, (logits, canvas, undecided) in zip(numbers, copies, strict=True):
+            base = logits if base is None else base
+            shown = StepOutput(step, logits, base, canvas, undecided, self._first)
+            value = torch.as_tensor(self._metric(shown)).detach()
+            require(
+                value.numel() == self._prompts,
+                f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
+                f"shape {list(value.shape)}.",
+            )
+            (self.base if number is None else self.values[number])[:, step] = value.reshape(-1).cpu().numpy()
 
     def dataset(self) -> xr.Dataset:
         """The values, with numbers for interventions."""
@@ -198,9 +203,7 @@ class _MetricReader(Reader):
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
                 here = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
                 ids, undecided = ids[:, here], undecided[:, here]
-            output = _Output(value.detach().float(), ids, undecided).chunks(len(self.numbers))
-            for number, one in zip(self.numbers, output, strict=True):
-                self.found.keep(number, hook.step or 0, one, output[0].logits)
+            self.found.keep(self.numbers, hook.step or 0, (value.detach().float(), ids, undecided))
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]
 

@@ -31,7 +31,7 @@ from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
 from sinklens.hooks.points import Point
-from sinklens.interventions.donors import Donors, labels_now
+from sinklens.interventions.donors import MATCHED, Donors, labels_now
 from sinklens.interventions.places import Places
 from sinklens.interventions.pruning import InputNorms
 from sinklens.interventions.rules import Rule, as_rule
@@ -189,8 +189,7 @@ class _Kept(Reader):
         """Everything that was kept."""
         require(self.labels, "the runs have no position at these steps; choose others.")
         values = {name: torch.cat(self.values[name]) for name in self.points}
-        names = ("step", "state", "position", "kind")
-        return Donors(values, *(torch.cat(self.labels[name]) for name in names))
+        return Donors(values, **{name: torch.cat(self.labels[name]) for name in MATCHED})
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
         in_step, canvas = self.step_test(run), Canvas(run)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.experiments.effects import compare, kept_places
-from sinklens.experiments.metrics import Metric, Start, at_places, measured
+from sinklens.experiments.metrics import Metric, Start, at_places, finished, measured
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
@@ -112,9 +112,7 @@ def sweep(
     for number, group in _shown([(number, group) for number in range(len(batches)) for group in groups], progress):
         if not found[number]:
             logits = MaskedLogits()
-            denoising = start(batches[number], [logits] if replay else [], None, 1)
-            denoising.carry_out()
-            base = denoising.result()
+            base = finished(start(batches[number], [logits] if replay else [], None, 1))
         found[number].append(_run(start, batches[number], group, base, logits if replay else None))
     parts = [xr.concat(part, dim="intervention", join="outer") for part in found]
     swept = xr.concat(parts, dim="prompt", join="outer").sel(intervention=list(listed))
@@ -156,14 +154,11 @@ def _needs_separate_run(hooks: Sequence[Any]) -> bool:
     return any(type(entry).extend is not HookSource.extend for entry in hooks if isinstance(entry, HookSource))
 
 
-def _changes_model(hooks: Sequence[Any]) -> bool:
-    """Whether the interventions change the model, for all rows of a batch."""
-    return any(entry.changes_model for entry in hooks if isinstance(entry, HookSource))
-
-
 def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
     """Interventions in groups of `size`; those that make the canvas longer or change the model run separately."""
-    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks) or _changes_model(hooks)}
+    sources = {name: [one for one in hooks if isinstance(one, HookSource)] for name, hooks in listed.items()}
+    changing = {name for name, ones in sources.items() if any(one.changes_model for one in ones)}
+    alone = {name for name, hooks in listed.items() if name in changing or _needs_separate_run(hooks)}
     others = [name for name in listed if name not in alone]
     shared = [others[start : start + size] for start in range(0, len(others), size)]
     return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]
@@ -186,10 +181,8 @@ def _run(
     count, kept = len(base.answers), MaskedLogits()
     hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
     repeated = None if logits is None else Repeated.of(base, len(group))
-    denoising = start(batch, hooks if logits is None else [*hooks, kept], repeated, len(group))
-    denoising.carry_out()
-    denoising.controls.report(refuse=False)
-    result, found = denoising.result(), []
+    result = finished(start(batch, hooks if logits is None else [*hooks, kept], repeated, len(group)))
+    found = []
     for number in range(len(group)):
         rows = slice(number * count, (number + 1) * count)
         changed = _rows_of(result, rows)

@@ -106,8 +106,11 @@ def _splits(read: "_Read", key: int, queries: Float[Tensor, " query"]) -> dict[s
 
     The last part of each is the rest, which completes the sum.
     """
-    found = {}
-    for ending, comparison in (("", read.alone(key)), ("_excess", read.against_others(key))):
+    found, alone = {}, torch.zeros_like(read.scores)
+    alone[:, key] = 1.0
+    others = read.seen.to(alone) * (1 - alone)  # equal shares at the other keys that a query sees
+    excess = alone - others / others.sum(dim=1, keepdim=True).clamp(min=1)
+    for ending, comparison in (("", alone), ("_excess", excess)):
         weights = comparison * queries[:, None]
         total = float((weights * read.scores.masked_fill(~read.seen, 0.0)).sum())
         for side, letter, toward in (
@@ -190,9 +193,7 @@ class _Read:
         """The weights of the queries to average over; they sum to 1."""
         chosen = self.seen[:, key] & (self.seen.sum(dim=1) > 1)
         if query is not None:
-            only = torch.zeros_like(chosen)
-            only[query] = True
-            chosen = chosen & only
+            chosen = chosen & (torch.arange(len(chosen), device=chosen.device) == query)
         if not bool(chosen.any()):
             which = "no query sees" if query is None else f"query {query} of the real tokens does not see"
             raise SettingError(
@@ -200,18 +201,6 @@ class _Read:
             )
         weights = chosen.to(self.scores.dtype) * (self.pattern[:, key] if weighted else 1.0)
         return weights / weights.sum()
-
-    def alone(self, key: int) -> Float[Tensor, "query key"]:
-        """1 at the key."""
-        found = torch.zeros_like(self.scores)
-        found[:, key] = 1.0
-        return found
-
-    def against_others(self, key: int) -> Float[Tensor, "query key"]:
-        """1 at the key and minus equal shares at the other keys that a query sees."""
-        others = self.seen.to(self.scores.dtype)
-        others[:, key] = 0.0
-        return self.alone(key) - others / others.sum(dim=1, keepdim=True).clamp(min=1)
 
     def split(self, letter: str, toward: Float[Tensor, "pos d_head"]) -> Float[Tensor, " writer"]:
         """Σ_pos (rotated keys or queries) · `toward` / √d_head, split over the writers of the stream.
@@ -246,16 +235,13 @@ class _Read:
         shift, scale = (self.values[f"blocks.{self.layer}.adaln.hook_attn_{name}"] for name in ("shift", "scale"))
         return weight * (1 + scale), bias * (1 + scale) + shift
 
-    def _gate(self, layer: int) -> Float[Tensor, ""] | Float[Tensor, " d_model"]:
-        """What the attention output of a layer is multiplied by."""
-        return self.values.get(f"blocks.{layer}.adaln.hook_attn_gate", torch.ones((), device=self.scores.device))
-
     def _of_stream(self, direction: Float[Tensor, "pos d_model"], own: Float[Tensor, ""]) -> Float[Tensor, " writer"]:
         """Σ_pos writer · `direction` of every writer, then `own`."""
         found = [(self.values["hook_embed"] * direction).sum()[None]]
         biases = torch.zeros_like(own)
         for layer in range(self.layer):
-            z, attn, gate = self.values[f"blocks.{layer}.attn.hook_z"], self.model.blocks[layer].attn, self._gate(layer)
+            z, attn = self.values[f"blocks.{layer}.attn.hook_z"], self.model.blocks[layer].attn
+            gate = self.values.get(f"blocks.{layer}.adaln.hook_attn_gate", torch.ones_like(own))
             found.append(torch.einsum("phd,hdm,pm->h", z, wide(attn.W_O), direction * gate))
             found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
             biases = biases + (direction * gate @ wide(attn.b_O).to(direction)).sum()

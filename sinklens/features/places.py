@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -22,10 +21,9 @@ from sinklens.errors import HookNameError, SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
-from sinklens.interventions.rules import Chooser, Moment, OfStep, Rule
-from sinklens.interventions.scores import states_now
-from sinklens.runs.intervention import HookSource, Pairs, Reader, RunContext
-from sinklens.sinks.kinds import STATES, PlaceState
+from sinklens.interventions.rules import Chooser, Moment, OfKind, Rule
+from sinklens.runs.intervention import Pairs, Reader, RunContext
+from sinklens.sinks.kinds import STATES, state_codes
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -54,9 +52,8 @@ def states_of(scope: Scope) -> tuple[str, ...]:
 
 def states_of_run(run: "Generation") -> Int[np.ndarray, "batch step pos"]:
     """The `PlaceState` of every position of every canvas, that after the last step included."""
-    prompt = np.arange(run.canvas.shape[2]) < run.prompt_length
-    decided = np.where(prompt, PlaceState.PROMPT, PlaceState.COMMITTED)
-    return np.where(run.undecided.cpu().numpy(), PlaceState.MASKED, decided).astype(np.int8)
+    every = np.ones(run.canvas.shape, dtype=bool)
+    return state_codes(run.undecided.cpu().numpy(), every, run.prompt_length).astype(np.int8)
 
 
 def places_of_step(run: "Generation", step: int) -> Bool[np.ndarray, "batch pos"]:
@@ -93,50 +90,31 @@ def stream_point(model: "Model", point: str) -> str:
 
 
 @dataclass(frozen=True)
-class InScope(OfStep):
+class InScope(OfKind):
     """Positions whose state is in a scope."""
-
-    scope: Scope
 
     @classmethod
     def within(cls, scope: Scope, where: Rule | None = None) -> Rule | None:
         """The rule of a scope, limited to that of ``where=``; None for all positions."""
-        if states_of(scope) == STATES:
+        states = states_of(scope)
+        if states == STATES:
             return where
-        return cls(scope) if where is None else cls(scope) & where
+        return cls(states) if where is None else cls(states) & where
 
     def start(self, now: Moment) -> Chooser:
-        require(
-            not now.run.single,
-            f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
-            f"scope='all' with positions=.",
-        )
-        if states_of(self.scope) == ("masked",) and now.model.mask_token_id is None:
+        if tuple(self.names) == ("masked",) and now.model.mask_token_id is None:
             raise SettingError(f"scope='masked' selects nothing: {now.model.name} has no mask token. Use 'decided'.")
         return super().start(now)
 
-    def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
-        assert now.canvas is not None, "every step of a run has a canvas"
-        states = states_now(now.need_run(), now.canvas)
-        numbers = [STATES.index(name) for name in states_of(self.scope)]
-        return torch.isin(states, torch.tensor(numbers, device=states.device))[:, None, None]
 
-
-class PointPlaces(Places):
-    """The places of an intervention at one point; `selected` leaves out padding."""
-
-    def __init__(self, what: HookSource, model: "Model", run: RunContext, point: str) -> None:
-        super().__init__(what, model, run, [point])
-
-    def selected(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
-        """True at the places of a value [batch, pos, ...]; None if there are none in this pass."""
-        rows, queries = value.shape[:2]
-        found = self.of_queries(hook, queries, value.device)
-        if found is None:
-            return None
-        active = found.any(dim=1).expand(rows, -1)
-        first = hook.forward_pass.first(queries)
-        return active & hook.forward_pass.real[:, first : first + queries].to(value.device)
+def selected(places: Places, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
+    """True at the places of a value [batch, pos, ...], without padding; None if there are none in this pass."""
+    rows, queries = value.shape[:2]
+    found = places.of_queries(hook, queries, value.device)
+    if found is None:
+        return None
+    first = hook.forward_pass.first(queries)
+    return found.any(dim=1).expand(rows, -1) & hook.forward_pass.real[:, first : first + queries].to(value.device)
 
 
 @dataclass(eq=False)
@@ -160,10 +138,10 @@ class ScopeReader(Reader):
         return InScope.within(self.scope)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        places = PointPlaces(self, model, run, self.point)
+        places = Places(self, model, run, [self.point])
 
         def read(value: Tensor, hook: Point) -> None:
-            chosen = places.selected(hook, value)
+            chosen = selected(places, hook, value)
             if chosen is not None:
                 self.take(hook, chosen, value[chosen].flatten(1).float())
 

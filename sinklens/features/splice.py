@@ -21,9 +21,9 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
+from sinklens.features.places import InScope, Scope, selected, states_of, stream_point
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.interventions.rules import Rule
 from sinklens.runs.intervention import Pairs, RunContext, whole_numbers
 
@@ -92,10 +92,10 @@ class SpliceSAE(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         point = stream_point(model, self.point)
-        places = PointPlaces(self, model, run, point)
+        places = Places(self, model, run, [point])
 
         def splice(value: Tensor, hook: Point) -> Tensor | None:
-            chosen = places.selected(hook, value)
+            chosen = selected(places, hook, value)
             if chosen is None or not bool(chosen.any()):
                 return None
             x, changed = value[chosen], value.clone()

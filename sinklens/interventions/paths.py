@@ -32,8 +32,8 @@ from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.rules import as_tuple
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext
+from sinklens.sinks.strongest import as_tuple
 
 if TYPE_CHECKING:
     from sinklens.model import Model

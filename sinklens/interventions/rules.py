@@ -42,7 +42,7 @@ from sinklens.interventions.scores import (
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
-from sinklens.sinks.strongest import check_only
+from sinklens.sinks.strongest import as_tuple, check_only
 from sinklens.sinks.track import SinkTrack, require_detector
 from sinklens.utils.arguments import Seed, Share, check_arguments
 
@@ -601,11 +601,6 @@ class Where(Rule):
             kinds = kinds_now(run, canvas, "pick='same_kind'")
             return controls.same_kind(order, found, rest, kinds[:, None, None])
         return controls.largest(order, rest if self.pick == "random" else allowed, number)
-
-
-def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
-    """`only` as a tuple, from one name or several."""
-    return (only,) if isinstance(only, str) else tuple(only)
 
 
 def as_rule(where: Any) -> Rule:

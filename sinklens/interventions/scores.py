@@ -22,7 +22,7 @@ from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
-from sinklens.sinks.kinds import STATES, PlaceState, kind_codes, kinds_of_tokens, state_codes
+from sinklens.sinks.kinds import PlaceState, kind_codes, kinds_of_tokens, state_codes
 from sinklens.sinks.strongest import in_only, needs_text
 from sinklens.sinks.track import SinkTrack, build_track
 
@@ -246,7 +246,6 @@ def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
 def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str) -> Bool[Tensor, "batch pos"]:
     """Positions whose state or token kind is among `names`, which may begin with "not "."""
     states = states_now(run, canvas).cpu().numpy()
-    by_state = {name: states == int(PlaceState[name.upper()]) for name in STATES}
     codes = kinds_now(run, canvas, reason).cpu().numpy() if needs_text(names) else None
-    keep = in_only(names, by_state, codes) & (states != int(PlaceState.MISSING))
+    keep = in_only(names, states, codes) & (states != int(PlaceState.MISSING))
     return torch.from_numpy(keep).to(canvas.ids.device)

@@ -4,10 +4,10 @@ A picture is drawn into ``ax=``, or into a new figure, and is neither shown nor 
 something is drawn.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 from jaxtyping import Int
 
 from sinklens.errors import TrackError
@@ -16,7 +16,7 @@ from sinklens.sinks.labels import SEQUENTIAL, UNITS, short, token_labels, token_
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.ticker import Locator
+    from matplotlib.axis import Axis
 
 MARKS = "dots: strongest key; dotted: end of prompt"
 
@@ -59,7 +59,7 @@ def sink_map(
     score = track.scores(unit).isel(batch=row, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)
-    values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
+    values = score.to_numpy()
     known, labels = np.nan_to_num(values, nan=0.0), token_labels(track, row, tokens)
     strongest = np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
     which = f"row {int(track.data['batch'][row])}, " if track.data.sizes["batch"] > 1 else ""
@@ -75,15 +75,18 @@ def sink_map(
     ax.set(ylabel="step", title=title, xlabel=xlabel)
     if track.vocabulary:
         token_ticks(ax.xaxis, labels, known.max(axis=0).astype(np.float64))
-    ax.yaxis.set_major_locator(integer_steps())
-    ax.yaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
+    step_ticks(ax.yaxis, score["step"])
     ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
     return ax
 
 
-def number_at(numbers: Sequence[int], place: float | int) -> str:
-    """The run's step number at a place on the axis; empty between steps. A part of a track keeps the run's numbers."""
-    return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
+def step_ticks(axis: "Axis", steps: Int[xr.DataArray, " step"]) -> None:
+    """Label an axis of steps with their numbers; a part of a track keeps the run's."""
+    from matplotlib.ticker import MaxNLocator
+
+    numbers = dict(enumerate(steps.to_numpy().tolist()))
+    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_formatter(lambda at, _: str(numbers.get(round(at), "")) if abs(at - round(at)) < 1e-6 else "")
 
 
 def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str:
@@ -98,10 +101,3 @@ def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str
 def model_name(track: TrackData) -> str:
     """The model of a track, without parent folders."""
     return short(str(track.data.attrs.get("model", "")))
-
-
-def integer_steps() -> "Locator":
-    """Ticks at integers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)

@@ -61,7 +61,11 @@ class Record:
                     f"unknown quantity {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
         self._refuse_duplicates()
-        if not isinstance(self.patterns, Sequence) or not all(map(_is_place, self.patterns)):
+        pairs = isinstance(self.patterns, Sequence) and all(
+            isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)
+            for place in self.patterns
+        )
+        if not pairs:
             raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         require(
@@ -97,7 +101,3 @@ class Record:
         """The scores, then the requested quantities, without duplicates."""
         requested = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
         return list({(part.name, type(part)): part for part in [Scores(), *requested]}.values())
-
-
-def _is_place(place: object) -> bool:
-    return isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)

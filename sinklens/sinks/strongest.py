@@ -50,26 +50,26 @@ def needs_text(only: Sequence[str]) -> bool:
     return any(name.removeprefix(NOT) in KIND_NAMES for name in only)
 
 
+def as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One name or several, as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def in_only(
-    only: Sequence[str],
-    by_state: Mapping[str, Bool[np.ndarray, "*places"]],
-    codes: "Int[np.ndarray, '*places'] | None",
+    only: Sequence[str], states: Int[np.ndarray, "*places"], codes: "Int[np.ndarray, '*places'] | None"
 ) -> Bool[np.ndarray, "*places"]:
     """Places in any of the named sets (all places, if every name begins with "not ") and in none of the others.
 
     Args:
-        by_state: the places of each state.
+        states: the `PlaceState` of each place.
         codes: the `Kind` of each place; needed where `only` names a kind.
     """
-    shape = np.shape(by_state["masked"])
 
     def union(names: Sequence[str]) -> np.ndarray:
-        found = np.zeros(shape, dtype=bool)
+        found = np.zeros(states.shape, dtype=bool)
         for name in names:
-            if name in KIND_NAMES:
-                found = found | (codes == int(Kind[name.upper()]))
-            else:
-                found = found | by_state[SYNONYMS.get(name, name)]
+            values, enum = (codes, Kind) if name in KIND_NAMES else (states, PlaceState)
+            found = found | (values == int(enum[SYNONYMS.get(name, name).upper()]))
         return found
 
     kept = [name for name in only if not name.startswith(NOT)]
@@ -102,16 +102,12 @@ class StrongestKeys(Detector):
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        check_only(self._names)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
+        check_only(as_tuple(self.only))
 
     def detect(self, track: TrackData) -> xr.DataArray:
         score = track.scores()
         values = score.fillna(-np.inf).where((score > 0).any("pos"), -np.inf)
-        allowed = self._allowed(track) if self._names else values > -np.inf
+        allowed = self._allowed(track) if self.only else values > -np.inf
         if not self.overall:
             values = values.where(allowed, -np.inf)
         order = np.argsort(-values.to_numpy(), axis=-1, kind="stable")[..., : self.k]
@@ -127,9 +123,8 @@ class StrongestKeys(Detector):
         """Places in `only`, [batch, step, pos]."""
         part = SinkTrack(track.data)
         state = states(part)
-        by_state = {name: (state == PlaceState[name.upper()]).to_numpy() for name in STATES}
-        codes = kinds(part).to_numpy() if needs_text(self._names) else None
-        return state.copy(data=in_only(self._names, by_state, codes))
+        codes = kinds(part).to_numpy() if needs_text(as_tuple(self.only)) else None
+        return state.copy(data=in_only(as_tuple(self.only), state.to_numpy(), codes))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
 from sinklens.utils.atomic import write_file
-from sinklens.views.html import MASKED, NOT_YET, asset, hashes, visible
+from sinklens.views.html import asset, hashes, token_text
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -59,16 +59,9 @@ def _tokens(model: "Model", one: FeatureExample) -> Iterator[tuple[str, int, boo
     """The text around a place: each token, how strongly the feature fires at it, and whether it is the place."""
     largest = max(float(np.nanmax(one.values)), 1e-12)
     for index in range(max(0, one.place - AROUND), min(len(one.tokens), one.place + AROUND + 1)):
-        value = max(0.0, float(np.nan_to_num(one.values[index])))
-        yield _text(model, one.tokens[index]), int(np.ceil(LEVELS * value / largest)), index == one.place
-
-
-def _text(model: "Model", token: int) -> str:
-    if token < 0:
-        return NOT_YET
-    if token == model.mask_token_id:
-        return MASKED
-    return f"⟨{token}⟩" if model.tokenizer is None else visible(str(model.tokenizer.decode([token])))
+        value, token = max(0.0, float(np.nan_to_num(one.values[index]))), one.tokens[index]
+        word = None if model.tokenizer is None or token < 0 else str(model.tokenizer.decode([token]))
+        yield token_text(token, word, {model.mask_token_id}), int(np.ceil(LEVELS * value / largest)), index == one.place
 
 
 def _bars(shares: np.ndarray) -> list[tuple[float, float]]:

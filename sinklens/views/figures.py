@@ -13,10 +13,9 @@ from jaxtyping import Bool
 from sinklens.errors import TrackError, require
 from sinklens.sinks.drawing import (
     axes_or_new,
-    integer_steps,
     layer_and_head,
     model_name,
-    number_at,
+    step_ticks,
 )
 from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
@@ -128,20 +127,13 @@ def sink_path(
     ax.plot(steps[hollow], path[hollow], "o", color=color, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
+        xlabel="step",
         ylabel="position of the strongest key (by column sum)",
         title=f"{model_name(track)}: {still} of {paths[0].size} heads never move" if caption else "",
     )
-    _step_axis(track, ax)
+    step_ticks(ax.xaxis, track.data["step"])
     ax.legend(loc="upper right", frameon=True)
     return ax
-
-
-def _step_axis(track: SinkTrack, ax: "Axes") -> None:
-    """Label the horizontal axis with the track's step numbers."""
-    ax.set_xlabel("step")
-    ax.xaxis.set_major_locator(integer_steps())
-    numbers = track.data["step"].to_numpy().tolist()
-    ax.xaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
 
 
 def sink_paths(

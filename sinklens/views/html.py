@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -133,18 +133,17 @@ def visible(text: str) -> str:
     return spelled(text.replace("\n", "⏎").replace("\t", "⇥"))
 
 
+def token_text(token: int, word: str | None, masks: Collection[int | None]) -> str:
+    """The text a page shows for a token: ░ for the mask, ⟨id⟩ if its text is not known."""
+    if token < 0 or token in masks:
+        return NOT_YET if token < 0 else MASKED
+    return f"⟨{token}⟩" if word is None else visible(word)
+
+
 def token_texts(track: "SinkTrack") -> Callable[[int], str]:
-    """Token id → the text a page shows for it: ░ for the mask, ⟨id⟩ without a tokenizer."""
+    """Token id → `token_text` in a track."""
     words, masks = track.vocabulary, set(track.special["mask"])
-
-    def text(token: int) -> str:
-        if token < 0:
-            return NOT_YET
-        if token in masks:
-            return MASKED
-        return visible(words[token]) if token in words else f"⟨{token}⟩"
-
-    return text
+    return lambda token: token_text(token, words.get(token), masks)
 
 
 def asset(name: str) -> str:

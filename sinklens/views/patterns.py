@@ -78,16 +78,12 @@ def patterns_at(
     missing = sorted({layer for layer in wanted.values() if (step, layer) not in run.patterns})
     found = _computed(run, step, missing, row, exists) if missing else {}
     for layer in set(wanted.values()) - set(missing):
-        pattern = _square(run.patterns[step, layer][row].float().cpu())
+        pattern = run.patterns[step, layer][row].float().cpu()
         length = pattern.shape[-1]
+        missed = length - pattern.shape[1]  # queries before those of the pass: the text that an encoder has read
+        pattern = torch.nn.functional.pad(pattern, (0, 0, missed, 0), value=torch.nan)
         found[layer] = pattern[:, exists[:length]][:, :, exists[:length]]
     return {name: found[layer] for name, layer in wanted.items()}
-
-
-def _square(pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head key key"]:
-    """`pattern` with NaN for the queries before those of the pass, which are the text that an encoder has read."""
-    heads, queries, keys = pattern.shape
-    return torch.cat([pattern.new_full((heads, keys - queries, keys), torch.nan), pattern], dim=1)
 
 
 def recorded(run: "Generation") -> Any:

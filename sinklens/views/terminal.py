@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from sinklens.sinks.motion import jumps
@@ -17,6 +18,8 @@ from sinklens.views.html import MASKED, token_texts
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
+
+WIDE = 100_000  # columns; a terminal wraps longer lines itself
 
 
 def show(model: "Model", run: "Generation", console: Console, row: int = 0, top: int = 3) -> None:
@@ -46,22 +49,17 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     def place_text(step: int, place: int) -> str:
         return f"{place} ‘{words(int(run.canvas[row, step, place])).strip() or ' '}’"
 
-    answers = [_answer(model, run, row, step, words) for step in range(run.steps_run)]
-    places = []
+    grid = Table.grid()
+    for style in ("dim", "", "cyan", "dark_orange"):
+        grid.add_column(style=style, no_wrap=True)
     for step in range(run.steps_run):
         counted = Counter(strongest[step].ravel().tolist()).most_common(top)
-        places.append(Text("  ".join(f"{place_text(step, at)} ×{many}" for at, many in counted), style="cyan"))
-    wide, width = max(answer.cell_len for answer in answers), max(place.cell_len for place in places)
-    for step, (answer, place) in enumerate(zip(answers, places, strict=True)):
-        line = Text(f"{step:4d} ", style="dim")
-        line.append_text(answer)
-        line.append(" " * (wide - answer.cell_len))
-        line.append("  │ ", style="cyan").append_text(place)
-        line.append(" " * (width - place.cell_len))
-        at = int(strongest[step][layer, head])
+        places = "  ".join(f"{place_text(step, at)} ×{many}" for at, many in counted)
+        at, mark = int(strongest[step][layer, head]), "●" if sunk[step, layer, head] else "○"
         named = place_text(step, at) if at >= 0 else "none"
-        line.append(f"  │ {'●' if sunk[step, layer, head] else '○'} {named}", style="dark_orange")
-        console.print(line, soft_wrap=True)
+        answer = _answer(model, run, row, step, words)
+        grid.add_row(f"{step:4d} ", answer, Text(f"  │ {places}"), Text(f"  │ {mark} {named}"))
+    console.print(grid, width=WIDE, crop=False)
     moves = jumps(run.sinks, run.sinks.detect()).isel(batch=row).sum()
     often = int((sunk.mean(axis=0) >= 0.5).sum())
     console.print(

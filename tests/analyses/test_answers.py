@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.answers import KEYS, effects, is_right, masked, unchanged
+from sinklens.analyses.answers import KEYS, costs_over, free_effects, is_right, masked, swept, unchanged
 from sinklens.analyses.mechanism import Mechanism
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, MaskKeys
@@ -21,20 +21,22 @@ LISTED = {"none": [], "window": MaskKeys(keep=True, window=4, positions=[0]), "h
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_effects_equal_those_of_separate_runs(name, request):
     model = request.getfixturevalue(name)
-    found = effects(Mechanism(), model, PROBLEM.prompt, SETTINGS, LISTED)
+    asked = (Mechanism(), model, PROBLEM.prompt, SETTINGS)
+    found, replayed = free_effects(*asked, LISTED), swept(*asked, LISTED, replay=True)
     assert found["intervention"].to_numpy().tolist() == list(LISTED)
     for key, hooks in LISTED.items():
         one, got = effect(model, [PROBLEM.prompt], hooks, **SETTINGS), found.sel(intervention=key)
-        assert float(got["kl"]) == pytest.approx(float(one.under_replay["kl"].mean()), abs=1e-4)
-        np.testing.assert_allclose(got["kl_step"], one.under_replay["kl"][0], atol=1e-4)
-        assert float(got["agreement"]) == pytest.approx(float(one.under_replay["top1_agreement"].mean()))
-        moved = float((one.under_replay["confidence_changed"] - one.under_replay["confidence"]).mean())
-        assert float(got["confidence"]) == pytest.approx(moved, abs=1e-4)
+        np.testing.assert_allclose(replayed["kl"].sel(intervention=key), one.under_replay["kl"][0], atol=1e-4)
         assert float(got["changed"]) == float(not one.free_running["same_answer"].item())
-        assert float(got["edits"]) == one.free_running["edit_distance"].item()
         assert float(got["right"]) == is_right(PROBLEM.prompt, one.free.text[0])
-    assert float(found["kl"].sel(intervention="heads")) > 0.05
+    assert float(replayed["kl"].sel(intervention="heads").mean()) > 0.05
     assert float(found["changed"].sel(intervention="none")) == 0
+    cells = costs_over(*asked, {"key": ["window", "other", "heads"]}, {key: LISTED[key] for key in ("window", "heads")})
+    base = found["right"].sel(intervention="none")
+    assert float(cells["base"]) == float(base)
+    for key in ("window", "heads"):
+        assert float(cells["cost"].sel(key=key)) == float(base - found["right"].sel(intervention=key))
+    assert all(np.isnan(cells[name].sel(key="other")) for name in ("right", "cost", "changed"))
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])

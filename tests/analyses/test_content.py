@@ -6,7 +6,7 @@ import xarray as xr
 from asked import PROMPT
 
 from sinklens.analyses.answers import unchanged
-from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
+from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content
 from sinklens.analyses.mass import attended, matched, removed, with_same_mass
 from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
@@ -79,7 +79,7 @@ def test_claims_are_paired_differences_of_costs():
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
     data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask_mass_kind"}] = number < 12
-    table = claims({"planted": data}, "digit", 0).set_index("measure")
+    table = Content().claims({"planted": data}).set_index("measure")
     equal = table.loc[
         "digit, where it is a sink: with as much attention to keys that are no sinks, digit keys cost more than others"
     ]
@@ -91,4 +91,4 @@ def test_claims_are_paired_differences_of_costs():
     assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
     assert table.loc["another token that is a sink costs more than one that is not", "verdict"] == "cannot tell"
     data["base"] = ("prompt", np.zeros(40))
-    assert set(claims({"planted": data}, "digit", 0)["verdict"]) == {"not measured"}
+    assert set(Content().claims({"planted": data})["verdict"]) == {"not measured"}

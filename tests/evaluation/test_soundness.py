@@ -77,7 +77,7 @@ def test_a_planted_damage_is_noticed(name, damage):
     plant, check, text = DAMAGES[damage]
     plant(model.tree.hf.model.layers, model.tree.hf)
     found = {one.name: one for one in damage_checks(model)}
-    assert found[check].suspicious
+    assert found[check].outcome == "failed"
     assert text in found[check].found
 
 
@@ -88,9 +88,8 @@ def test_no_shipped_model_is_suspected(name):
     model = sinklens.load(name, check=False)
     before = model.fingerprint
     found = damage_checks(model)
-    assert not any(one.suspicious for one in found), found
-    measured = name not in ("tiny-canvas", "tiny-two-modes")
-    assert [one.suspicious is False for one in found] == [measured, measured, True]
+    first = "open" if name in ("tiny-canvas", "tiny-two-modes") else "passed"
+    assert [one.outcome for one in found] == [first, first, "passed"], found
     assert model.fingerprint == before
 
 
@@ -101,4 +100,4 @@ def test_every_change_is_taken_back(tiny_llama):
         with change.made():
             pass
         assert torch.equal(tiny_llama.tree.run_with_hooks(ids, fwd_hooks=[]), before), change.name
-    assert layer_check(tiny_llama).suspicious is False
+    assert layer_check(tiny_llama).outcome == "passed"

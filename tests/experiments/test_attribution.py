@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from building import left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from building import left_padding, plain_pass, put, random_hf, random_ids, random_model, shared_model
 from layouts import write_family
 from oracles import LENGTH, bent, two_inputs
 
@@ -64,13 +64,8 @@ def test_real_patching_is_a_pass_with_one_value_replaced(oracle):
                 int(rng.integers(size)) if one else slice(None)
                 for one, size in zip(free, values[name].shape, strict=True)
             )
-
-            def put(value, name=name, place=place):
-                value = value.clone()
-                value[place] = values[name][place]
-                return value
-
-            effect = float(oracle.bent(oracle(corrupted, {name: put}).logits)) - base
+            edit = put(place, lambda value, name=name, place=place: values[name][place])
+            effect = float(oracle.bent(oracle(corrupted, {name: edit}).logits)) - base
             cell = shown(found, name)[tuple(index for index in place if not isinstance(index, slice))]
             assert cell == pytest.approx(effect, abs=1e-4), (name, place)
             large += abs(effect) > 0.01

@@ -139,7 +139,7 @@ def test_a_scope_of_masks_needs_a_run_of_a_model_with_masks(worded):
     splice, causal = SpliceSAE(random_sae(), POINT, scope="masked"), worded("llama", True)
     with pytest.raises(SettingError, match=r"scope='masked' selects nothing: .* has no mask token. Use 'decided'"):
         sinklens.generate(causal, SHORT, hooks=splice, **short(causal, {}))
-    with pytest.raises(SettingError, match="scope='masked' needs a run, which knows the state"):
+    with pytest.raises(SettingError, match="SpliceSAE finds its places in a run, which a single pass is not"):
         splice.hooks_for(worded())
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from building import put
 from dit_oracle import PlainDit
 from planted_saes import Perfect
 from torch import Tensor
@@ -99,17 +100,6 @@ def hide_strongest(step, values):
         strongest = torch.zeros_like(sums).scatter(-1, sums.topk(1).indices, 1.0).bool()[:, :, None]
         edits[f"blocks.{layer}.{SCORES}"] = lambda scores, hidden=strongest: scores.masked_fill(hidden, -torch.inf)
     return edits
-
-
-def put(index, new):
-    """An edit that puts `new`, of the value, at an index."""
-
-    def edit(value):
-        value = value.clone()
-        value[index] = new(value)
-        return value
-
-    return edit
 
 
 def everywhere(step, point, edit):

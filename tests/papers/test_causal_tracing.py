@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import plain_pass
+from building import plain_pass, put
 
 import sinklens
 
@@ -19,16 +19,11 @@ def test_each_probability_is_that_of_a_pass_with_this_noise_and_this_output_rest
     noise = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(4)) * 3 * model.W_E.detach().std()
 
     def probability(changed=None, kept=(), place=None):
-        edits = {point: lambda value, point=point: put(value, place, clean[point][0, place]) for point in kept}
+        edits = {at: put((0, place), lambda value, at=at: clean[at][0, place]) for at in kept}
         if changed is not None:
-            edits["hook_embed"] = lambda value: put(value, changed, value[0, changed] + noise)
+            edits["hook_embed"] = put((0, changed), lambda value: value[0, changed] + noise)
         found = plain_pass(model, ids[None], edits=edits)
         return float(found.logits[0, end - early].softmax(-1)[capital]), found.values
-
-    def put(value, place, new):
-        value = value.clone()
-        value[0, place] = new
-        return value
 
     with torch.no_grad():
         found = tracing.traced(model, tracing.Fact(ids, end, capital), 4)
