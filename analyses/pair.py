@@ -115,7 +115,7 @@ class Pair(Texts):
         `MATCHED`; ``fates``: `FATES`, for every two models and kind of token.
         """
         meanings = {"keys": KEYS, "matched": MATCHED}
-        found, ends = {name: [] for name in meanings}, []
+        found, ends = {name: list[dict[str, Any]]() for name in meanings}, []
         for model, data in measured.items():
             for name, measures in meanings.items():
                 for measure in measures:

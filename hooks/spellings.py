@@ -120,18 +120,16 @@ class HookCache(ActivationCache):
         self.cache_dict = ByPoint(resolve, self.cache_dict)
         return self
 
-    def apply_ln_to_stack(
-        self, residual_stack: Tensor, layer: int | None = None, *args: Any, recompute_ln: bool = False, **options: Any
-    ) -> Tensor:
+    def apply_ln_to_stack(self, residual_stack: Tensor, layer: int | None = None, *args: Any, **options: Any) -> Tensor:
         """As in TransformerLens, which divides by the scale of the norm and leaves its weight to a folded ``W_U``.
 
         Warns:
             UserWarning: the caller asks for the final norm, whose weight is not folded into ``W_U`` here.
         """
-        final = layer in (None, -1, self.model.cfg.n_layers) and not recompute_ln
+        final = layer in (None, -1, self.model.cfg.n_layers) and not options.get("recompute_ln")
         if final and bool((getattr(self.model.ln_final, "w", torch.ones(1)) != 1).any()):
             warn_caller(NOT_FOLDED, UserWarning)
-        return super().apply_ln_to_stack(residual_stack, layer, *args, recompute_ln=recompute_ln, **options)
+        return super().apply_ln_to_stack(residual_stack, layer, *args, **options)
 
     def logit_attrs(self, *args: Any, **options: Any) -> Tensor:
         """As in TransformerLens; its directions, `tokens_to_residual_directions`, hold the weight of the final norm."""
