@@ -40,9 +40,8 @@ from sinklens.evaluation.protocols import PROTOCOLS, STUDY, EvalProtocol, find_p
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.scoring import score
 from sinklens.evaluation.tables import frame
-from sinklens.evaluation.verification import MASKED, STAND_INS, protocol_for
+from sinklens.evaluation.verification import MASKED, STAND_INS, protocol_for, ships
 from sinklens.model import load
-from sinklens.model.fetching import ARMS, BASE
 from sinklens.model.files import shipped_names
 from sinklens.tasks.base import Task
 from sinklens.tasks.registry import reads_files
@@ -125,10 +124,8 @@ class Request:
 
     def tasks(self, model: str) -> Iterator[tuple[EvalProtocol, Task]]:
         """The protocols of Table 1 for a model, each with its task."""
-        shipped = is_tiny(model) or Path(model).name in (BASE, *ARMS)
-        for task, stand_in in STAND_INS.items():
-            own = stand_in if not self.data else f"llada-{task}"
-            name = own if shipped else protocol_for(model, task)  # type: ignore[arg-type]
+        for task in STAND_INS:
+            name = f"llada-{task}" if self.data and ships(model) else protocol_for(model, task)  # type: ignore[arg-type]
             protocol = find_protocol(name)
             yield protocol, protocol.make_task(self.data if reads_files(protocol.task) else None)
 

@@ -49,6 +49,9 @@ DESCRIBED = 8  # problems whose sinks are described
 
 
 KNOWN: dict[str, tuple[str, int | None]] = {
+    "smollm2-135m": ("c9c441cbf1904892", None),
+    "smollm2-135m-causal": ("", None),
+    "smollm2-135m-masked": ("", None),
     "tiny-canvas": ("e096eff9718515ea", 490),
     "tiny-dream": ("e26870b0cad372aa", 498),
     "tiny-duo": ("f6c9e8d271c6c991", 413),
@@ -64,7 +67,8 @@ KNOWN: dict[str, tuple[str, int | None]] = {
     "tiny-text-causal": ("454bda7e2aaac03a", None),
     "tiny-two-modes": ("9df3b332d5d12f92", 500),
 }
-"""Shipped model -> its `Model.fingerprint`, and how many held-out word problems it gets right; None: it writes text."""
+"""Shipped model -> its `Model.fingerprint`, "" where merging an adapter rounds differently on other machines; and how
+many held-out word problems it gets right, None if it was not trained on them."""
 HELD_OUT = 500
 STAND_INS = {"gsm8k": "tiny-gsm", "humaneval": "tiny-code"}
 """Published task -> the task that the shipped models can do."""
@@ -75,13 +79,18 @@ def known(model: str) -> tuple[str, int | None]:
     return next((found for name, found in KNOWN.items() if is_checkpoint(model, name)), ("", None))
 
 
+def ships(model: str) -> bool:
+    """Whether `model` is one of `KNOWN`."""
+    return any(is_checkpoint(model, name) for name in KNOWN)
+
+
 def protocol_for(model: str, task: Literal["gsm8k", "humaneval"] = "gsm8k") -> str:
     """The protocol with which to measure `model`.
 
     A shipped model is measured on its own word problems or functions; others on the task, with a protocol that has
     their score, and with the study's settings if there is none.
     """
-    if known(model)[1] is not None:
+    if ships(model):
         return STAND_INS[task]
     scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith(task)]
     best = max(scored, key=lambda name: len(scores_of(model, name)))  # the first of those with most scores

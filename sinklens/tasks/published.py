@@ -110,6 +110,7 @@ def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
     except (OSError, ValueError, RuntimeError) as error:
         raise TaskError(
             f"{source.repository} ({source.configuration}, {source.split}) could not be downloaded from the hub "
-            f"({type(error).__name__}); give a local JSON Lines file with the fields {', '.join(fields)} as `path`."
+            f"({type(error).__name__}); give a local JSON Lines file with the fields {', '.join(fields)}, or its "
+            f"folder (`path`; --data of a command)."
         ) from error
     return [_checked(row, fields, f"{source.repository}, row {number}") for number, row in enumerate(rows)]

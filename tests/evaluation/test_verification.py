@@ -146,8 +146,8 @@ def test_a_cost_is_positive_where_accuracy_is_lost_and_the_table_says_so():
 def test_what_is_known_about_a_model_follows_from_its_name():
     assert known("/models/tiny-llada/") == KNOWN["tiny-llada"]
     assert known("somebody/else") == ("", None)
-    named = [protocol_for(name) for name in (LLADA_INSTRUCT, "somebody/else", "tiny-llada")]
-    assert named == ["llada-gsm8k", "llada-gsm8k", "tiny-gsm"]
+    named = [protocol_for(name) for name in (LLADA_INSTRUCT, "somebody/else", "tiny-llada", "smollm2-135m-masked")]
+    assert named == ["llada-gsm8k", "llada-gsm8k", "tiny-gsm", "tiny-gsm"]
     study = {score.masked: score.score for score in scores_of(LLADA_INSTRUCT, "llada-gsm8k")}
     assert study == {0: 0.76, 1: 0.75, 5: 0.73, 10: 0.55}
     assert [score.accuracy for score in scores_of("tiny-llada", "tiny-gsm")] == [proportion(458, 500)]
@@ -156,9 +156,10 @@ def test_what_is_known_about_a_model_follows_from_its_name():
 
 
 def test_what_is_known_about_the_shipped_models_is_true():
+    from sinklens.model.fetching import ARMS, BASE
     from sinklens.model.files import shipped_names
 
-    assert sorted(KNOWN) == shipped_names()
+    assert sorted(KNOWN) == sorted([BASE, *ARMS, *shipped_names()])
     assert sinklens.load("tiny-sdar").fingerprint == KNOWN["tiny-sdar"][0]
 
 
