@@ -11,14 +11,14 @@ Limitation: in a single pass there are no steps, so only arrays and ``positions=
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import SettingError, nearest, require
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
@@ -442,8 +442,12 @@ def chosen_keys(
         usual: what `top_k` is where nothing else says which keys.
 
     Raises:
-        SettingError: settings that exclude each other.
+        SettingError: settings that exclude each other, or an unknown one.
     """
+    known = [entry.name for entry in fields(Where)]
+    for name in which:
+        says = f"there is no argument {name!r}; which keys is said by where= or by {', '.join(known)}."
+        require(name in known, f"{says}{nearest(name, known)}")
     if where is None:
         number = usual if top_k is None and which.get("detector") is None else top_k
         return {"where": Where(top_k=number, positions=positions, **which)}

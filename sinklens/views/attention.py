@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from sinklens.errors import TrackError, require
+from sinklens.errors import SinklensError, TrackError, require
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
@@ -100,8 +100,10 @@ class AttentionView:
         """Write one self-contained HTML file.
 
         Raises:
-            SinklensError: the file cannot be written.
+            SinklensError: the file cannot be written, or its name is that of a picture.
         """
+        says = f"{path}: this view is HTML; name it .html. For a picture, draw `pattern_at` with matplotlib's imshow."
+        require(Path(path).suffix.lower() in ("", ".html", ".htm"), says, SinklensError)
         write_file(path, self.document)
         return Path(path)
 

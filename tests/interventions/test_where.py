@@ -316,6 +316,7 @@ REFUSED = [
         ),
         "where has 4 positions, and the pass 3; give one for each",
     ),
+    (lambda worded: MaskSinks(topk=1), "there is no argument 'topk'.* Nearest: top_k"),
     (lambda worded: Where(), "pass either top_k, a number of keys per head, or detector; got top_k=None"),
 ]
 

@@ -106,6 +106,8 @@ def test_saving_to_an_unwritable_path_raises(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not write .* Make room or choose another place"):
         attention(run, step=0, layer=0).save(tmp_path / "file" / "heads.html")
+    with pytest.raises(SinklensError, match=r"heads.png: this view is HTML; name it .html"):
+        attention(run, step=0, layer=0).save(tmp_path / "heads.png")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
