@@ -62,9 +62,13 @@ def on_page_content(html: str, **kwargs: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Insert the table of names below the introduction of a page of the reference, or every command's help."""
+    """Insert the table of names below the introduction of a page of the reference, or every command's help; link the
+    site's notebooks.
+    """
     if page.file.src_uri == "commands.md":
         return f"{markdown}\n{_commands()}"
+    if page.file.src_uri == "tutorials.md":
+        return markdown.replace("](../tutorials/", "](notebooks/")  # the copies above
     first = DIRECTIVE.search(markdown) if page.file.src_uri.startswith("api/") else None
     if first is None:
         return markdown
