@@ -53,6 +53,7 @@ NOISE = 0.15
 KNOWN_BELOW = 0.6  # share of log(vocabulary) below which a text counts as known
 CLEAR = (1.01, 4.0)  # factor of the loss and standard errors: a small gain of many tokens
 LARGE = (2.0, 1.5)
+WORSE = 1.02  # factor of the loss of the first text from which a change is not measured on the others
 FAR = 10.0  # factor between the size of a weight and that in the nearest layers
 UNLIKE = 3.0  # the same for attention; below 2 in every shipped model
 THETAS = (0.02, 0.1, 10.0, 50.0)
@@ -170,11 +171,13 @@ def damage_checks(model: "Model") -> list[Check]:
 
 def _undone(model: "Model", texts: list[PromptAnswer], before: np.ndarray, limit: float) -> Check:
     """Whether a change improves the loss; of an unknown text, whether one makes it known."""
-    known = before.mean() < limit
+    known, first = before.mean() < limit, token_losses(model, texts[:1]).mean()
     gains, tried = list[tuple[float, str]](), 0
     for change in changes(model):
         tried += 1
         with change.made():
+            if len(texts) > 1 and token_losses(model, texts[:1]).mean() > WORSE * first:
+                continue
             after = token_losses(model, texts)
         gain = before - after
         sigmas = gain.mean() / (gain.std(ddof=1) / math.sqrt(len(gain)) + 1e-12)
