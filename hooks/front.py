@@ -101,8 +101,8 @@ class HookFront(HookedRootModule):
             HookNameError: a name or predicate matches no point.
         """
         with self.turn, ExitStack() as undo:
-            undo.callback(setattr, self, "context_level", self.context_level)
             self.context_level += 1
+            undo.callback(lambda: setattr(self, "context_level", self.context_level - 1))
             for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
                 for name, hook in pairs:
                     for point in (self.hook_dict[found] for found in self.select(name)):

@@ -27,6 +27,14 @@ def model():
     assert model.tree.context_level == 0
 
 
+def test_blocks_of_hooks_that_end_in_another_order_leave_no_level(model):
+    first, second = (model.hooks(fwd_hooks=[(f"blocks.{layer}.hook_resid_pre", print)]) for layer in (0, 1))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)  # the fixture asks for the level
+
+
 # Names
 
 
