@@ -215,10 +215,7 @@ class Study(ABC):
         for model in loaded:
             if why := self.refusal(model):
                 raise SettingError(f"{self.name} cannot measure {model.name}, {why}")
-        given = [
-            settings | self._fitted(model, prompts)
-            for model, settings in zip(loaded, _settings_of(loaded, self.settings), strict=True)
-        ]
+        given = self._settings_for(loaded, prompts)
         self.begin(names, prompts)
         manifest = self._manifest(loaded, names, prompts, given) | {"groups": dict(Counter(groups or []))}
         folder = None if out is None else Path(out)
@@ -243,17 +240,17 @@ class Study(ABC):
         findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
         return findings if folder is None else write(self.name, self.figures, findings, folder)
 
-    def _fitted(self, model: "Model", prompts: Sequence[SinglePrompt]) -> Settings:
-        """The ``gen_length`` of a model that `length` leaves; nothing without it."""
+    def _settings_for(self, models: Sequence[Model], prompts: Sequence[SinglePrompt]) -> list[Settings]:
+        """For each model, the settings that its sampler has, with the ``gen_length`` that `length` leaves."""
+        given = _settings_of(models, self.settings)
         if self.length is None:
-            return {}
+            return given
         require("gen_length" not in self.settings, "length and gen_length both set the length; give one of them.")
-        longest = model.encode(list(prompts), self.chat_template).ids.shape[1]
-        room = (
-            f"the longest prompt takes {longest} of the {self.length} tokens, so none is left for an answer; give more."
-        )
-        require(self.length > longest, f"{model.name}: {room}")
-        return {"gen_length": self.length - longest}
+        used = {model.name: model.encode(list(prompts), self.chat_template).ids.shape[1] for model in models}
+        for name, longest in used.items():
+            takes = f"{name}: the longest prompt takes {longest} of the {self.length} tokens"
+            require(longest < self.length, f"{takes}, so none is left for an answer; give more.")
+        return [one | {"gen_length": self.length - longest} for one, longest in zip(given, used.values(), strict=True)]
 
     def _measured(
         self, model: Model, prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress

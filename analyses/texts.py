@@ -261,10 +261,8 @@ class Texts(Study):
         """Masked positions of every share and draw, from `start` on; none in an autoregressive model."""
         if model.causal:
             return [torch.zeros(1, len(ids), dtype=torch.bool)]
-        generator, length = (
-            torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62))),
-            len(ids) - start,
-        )
+        generator = torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62)))
+        length = len(ids) - start
         if not self.shares:
             masks = [by_count(length, self.draws, generator)[0]]
         else:

@@ -115,9 +115,8 @@ class DiffusionGemmaSettings(RandomCanvas):
                 block.run(step, ended)
                 if block.over:
                     break
-            ended = ended | decisions.among(state.canvas[:, start : start + self.canvas_length], state.eos_ids).any(
-                dim=1
-            )
+            canvas = state.canvas[:, start : start + self.canvas_length]
+            ended = ended | decisions.among(canvas, state.eos_ids).any(dim=1)
             if bool(ended.all()):
                 return
 
