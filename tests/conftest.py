@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # now: the conftest of a folder may import the package before any hook is called
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library
+import typechecks
+
+torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
 if TYPE_CHECKING:
     from browser import Browser
@@ -28,19 +35,6 @@ EXTENDED = (  # files and folders that `make test` leaves to `make check`: real 
     "hooks/test_fused.py", "papers", "test_benchmarks.py", "test_docs.py", "test_gpu_check.py", "test_tutorials.py",
     "training", "views/test_report.py",
 )  # fmt: skip
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Import what tests share, except in the process that only distributes tests to others."""
-    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever library
-        import typechecks  # noqa: F401 — before the package is imported
-
-        torch.set_num_threads(1)  # tiny models gain nothing from more and, beside other processes, lose twentyfold
 
 
 def is_extended(path: Path) -> bool:
@@ -115,8 +109,6 @@ def conformance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(autouse=True)
 def _begin() -> None:
     """The same random numbers and type checks whichever tests run, and in whatever order."""
-    import torch
-    import typechecks
 
     torch.manual_seed(0)
     typechecks.begin_test()

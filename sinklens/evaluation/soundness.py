@@ -7,7 +7,8 @@
   below log(vocabulary) and below the loss of the same tokens shuffled.
 - *undone damage*: the loss is measured again after each change that would undo a typical damage: a square matrix
   transposed, two modules of one shape or two neighbouring layers exchanged, a layer left out, another rope theta or
-  epsilon of the norms. A change makes a sound model worse. One that improves a model points to the damage.
+  epsilon of the norms. A change makes a sound model worse. One that improves a model points to the damage. A change
+  that makes the first of several texts worse is not measured on the others.
 - *layers*: weights that are zero, or whose root mean square is far from that of their neighbours; attention whose
   entropy, in one pass, is far from the neighbours'.
 
