@@ -16,7 +16,7 @@ from sinklens.views.figures import (
     sink_paths,
     stillest_head,
 )
-from sinklens.views.patterns import pattern_at
+from sinklens.views.patterns import pattern_at, pattern_map
 from sinklens.views.report import report
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "most_moving_head",
     "panels",
     "pattern_at",
+    "pattern_map",
     "report",
     "sink_map",
     "sink_path",

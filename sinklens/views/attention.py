@@ -21,9 +21,11 @@ from jaxtyping import Float, Shaped
 from sinklens.errors import SinklensError, TrackError, require
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
-from sinklens.views.patterns import generation_of, pattern_at, recorded
+from sinklens.views.patterns import generation_of, pattern_at, pattern_map, recorded
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from sinklens.runs import Trace
     from sinklens.runs.result import Generation
 
@@ -48,7 +50,7 @@ def attention(
         TrackError: no such step, layer, row or head, or the pattern is unavailable (see `pattern_at`).
     """
     run = generation_of(run)
-    pattern = pattern_at(run, step, layer, row).nan_to_num().numpy()  # queries that a cache policy left out are blank
+    pattern = pattern_at(run, step, layer, row).numpy()
     track = recorded(run).isel(batch=row)
     for head in heads or ():
         track.require(head=head)
@@ -67,6 +69,7 @@ class AttentionView:
     """A drawing of attention heads; see `attention`.
 
     Attributes:
+        pattern, tokens, heads, title: what it shows.
         document: the complete HTML document.
         height: height of the notebook frame, in pixels.
     """
@@ -82,8 +85,9 @@ class AttentionView:
         height: int = 900,
     ) -> None:
         """Draw `pattern` (of `heads`) over `tokens`, whose positions count from `first`."""
+        self.pattern, self.tokens, self.heads, self.title = pattern, tokens, heads, title
         block = block_size(*pattern.shape[:2])
-        values = pooled(pattern, block)
+        values = pooled(np.nan_to_num(pattern), block)  # queries that a cache policy left out are blank
         grouped = f"each cell the largest of {block} × {block} positions; " if block > 1 else ""
         self.height = height
         props = {
@@ -96,13 +100,26 @@ class AttentionView:
         note = f"{title}: rows attend to columns; {grouped}darkest is {props['maxValue']:.2g}."
         self.document = HEADS.document(data=circuitsvis_chunk() + json_block("props", {"props": props, "note": note}))
 
+    def picture(self, ax: "Axes | None" = None, *, caption: bool = True) -> "Axes":
+        """Draw the pattern of a view of one head, as `pattern_map` does.
+
+        Args:
+            caption: whether the figure has its title: model, step, layer and head.
+
+        Raises:
+            TrackError: the view has several heads.
+        """
+        require(len(self.heads) == 1, f"the view has {len(self.heads)} heads; name one, as in heads=[0].", TrackError)
+        title = f"{self.title}, head {self.heads[0]}" if caption else ""
+        return pattern_map(self.pattern[0], self.tokens, ax, title=title)
+
     def save(self, path: str | Path) -> Path:
         """Write one self-contained HTML file.
 
         Raises:
             SinklensError: the file cannot be written, or its name is that of a picture.
         """
-        says = f"{path}: this view is HTML; name it .html. For a picture, draw `pattern_at` with matplotlib's imshow."
+        says = f"{path}: this view is HTML; name it .html. For a picture, save the figure of .picture()."
         require(Path(path).suffix.lower() in ("", ".html", ".htm"), says, SinklensError)
         write_file(path, self.document)
         return Path(path)

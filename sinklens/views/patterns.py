@@ -1,4 +1,4 @@
-"""Attention patterns of a finished run, recorded during the run or recomputed.
+"""Attention patterns of a finished run, recorded during the run or recomputed, and the picture of one.
 
 A run keeps sink scores, not patterns (2 GB per step for an 8-billion-parameter model). A pattern requested afterwards
 is recomputed by one pass of the unchanged model over the canvas of the step. The result is checked: its column sums
@@ -12,6 +12,7 @@ The column sums then differ, and the pattern has to be recorded during the run. 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -19,8 +20,12 @@ from torch import Tensor
 from sinklens.errors import TrackError, require
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.runs.result import require_run
+from sinklens.sinks.drawing import axes_or_new
+from sinklens.sinks.labels import SEQUENTIAL, plain, token_label, token_ticks
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from sinklens.runs import Trace
     from sinklens.runs.result import Generation
 
@@ -59,6 +64,53 @@ def pattern_at(run: "Generation | Trace", step: int, layer: int, row: int = 0) -
             its block or by a cache policy, and did not record this pattern.
     """
     return patterns_at(run, step, [layer], row)[layer]
+
+
+def pattern_map(
+    pattern: Tensor | np.ndarray,
+    tokens: Sequence[str],
+    ax: "Axes | None" = None,
+    *,
+    queries: Sequence[str] | None = None,
+    title: str = "",
+) -> "Axes":
+    """A picture of one head's attention pattern, labeled with tokens; queries without values are gray.
+
+        views.pattern_map(views.pattern_at(run, step=4, layer=1)[2], words).figure.savefig("head.pdf")
+
+    A new figure has room for 60 labels along each axis. If there are more positions, those that receive the most
+    attention are labeled. `attention(...).picture()` takes the tokens from the run.
+
+    Args:
+        pattern: [query, key].
+        tokens: text of each key.
+        queries: text of each query; by default `tokens`.
+        title: text above the picture.
+
+    Raises:
+        SettingError: `pattern` is not a map, or its size is not that of the texts.
+    """
+    from matplotlib import colormaps
+
+    values, queries = (
+        np.asarray(torch.as_tensor(pattern).detach().float().cpu()),
+        tokens if queries is None else queries,
+    )
+    require(
+        values.shape == (len(queries), len(tokens)) and values.size,
+        f"pattern has shape {list(values.shape)} for {len(queries)} queries × {len(tokens)} keys with a text; pass the "
+        f"pattern of one head, [query, key], one text in tokens= per key and, if there are fewer queries, queries=.",
+    )
+    inches = [1.2 + 0.12 * max(8, min(60, size)) for size in values.shape]
+    ax = axes_or_new(ax, (inches[1] + 1, inches[0] + 0.4))
+    colours = colormaps[SEQUENTIAL].with_extremes(bad="0.85")
+    image = ax.imshow(values, aspect="auto", cmap=colours, interpolation="nearest", vmin=0)
+    received = np.nansum(values, axis=0)
+    for axis, texts in ((ax.xaxis, tokens), (ax.yaxis, queries)):
+        token_ticks(axis, [token_label(text) for text in texts], received if len(texts) == len(received) else None)
+    ax.set(xlabel="key", ylabel="query", title=plain(title))
+    ax.figure.colorbar(image, ax=ax, label="attention")
+    return ax
 
 
 def patterns_at(

@@ -2,8 +2,10 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
+import xarray as xr
 from watching import LONG, PADDED, add, again, compared, entered, hidden, watch
 
 from sinklens.errors import SettingError
@@ -23,6 +25,25 @@ def test_hidden_keys_are_missing_from_the_softmax_at_their_steps_layers_and_head
         return {"blocks.0.attn.hook_attn_mask": add(hidden(keys))}
 
     assert len(list(compared(watched, edits))) > 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_layer_can_have_a_key_of_its_own(worded, causal):
+    """One intervention per layer does what one with an array over layers does."""
+    model, own = worded("llama", causal), {0: 3, 1: 0}
+    listed = [HideKeys(positions=[key], layers=[layer]) for layer, key in own.items()]
+    where = xr.DataArray(np.zeros((model.cfg.n_layers, 12 if causal else 15), dtype=bool), dims=("layer", "pos"))
+    for layer, key in own.items():
+        where[layer, key] = True
+    runs = [
+        watch(model, [LONG], hooks, ["hook_pattern"]) for hooks in (listed, [MaskKeys(where=where, queries="each")])
+    ]
+    for step, values in runs[0].values.items():
+        for name, pattern in values.items():
+            torch.testing.assert_close(runs[1].values[step][name], pattern, rtol=0, atol=0)
+            for layer, key in own.items():
+                hides = name == f"blocks.{layer}.attn.hook_pattern"
+                assert hides == (not pattern[..., key].any())
 
 
 HELD = [

@@ -1,16 +1,18 @@
 """Patterns of a finished run: recomputed, taken from the run, or rejected."""
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from building import random_hf
 
 import sinklens
-from sinklens.errors import SinklensError, TrackError
+from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import Record
 from sinklens.tasks import held_out
-from sinklens.views import pattern_at
+from sinklens.views import attention, pattern_at, pattern_map
 from sinklens.views.patterns import patterns_at
 
 PLACES = [(1, 1), (6, 2)]
@@ -145,3 +147,39 @@ def test_steps_of_a_model_with_modes_are_computed_by_the_rule_of_their_pass(two_
         for row in range(2):
             expected = pattern_at(kept, step, layer, row)
             torch.testing.assert_close(pattern_at(again, step, layer, row), expected, rtol=0, atol=1e-5)
+
+
+def test_the_picture_of_a_view_shows_the_pattern_of_its_head_with_the_tokens_of_the_step(padded):
+    view = attention(padded, step=6, layer=2, row=1, heads=[3])
+    ax = view.picture()
+    np.testing.assert_array_equal(ax.images[0].get_array(), pattern_at(padded, 6, 2, 1)[3].numpy())
+    shown = [label.get_text() for label in ax.get_xticklabels()]
+    assert shown == [label.get_text() for label in ax.get_yticklabels()]
+    assert (len(shown), shown[:2], "░" in shown) == (len(view.tokens), ["<|startoftext|>", "Question"], True)
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("key", "query", "tiny-llada, step 6, layer 2, head 3")
+    again = view.picture(ax, caption=False)
+    assert (again, again.get_title()) == (ax, "")
+    with pytest.raises(TrackError, match=r"the view has 6 heads; name one, as in heads=\[0\]"):
+        attention(padded, step=6, layer=2).picture()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(60, 60), (200, 200), (8, 60), (3, 3)])
+def test_labels_of_a_picture_do_not_overlap_and_none_is_left_out_up_to_60_positions(queries, keys):
+    pattern = np.random.default_rng(0).dirichlet(np.ones(keys), queries)
+    pattern[0] = np.nan
+    pattern[1:, keys - 2] = 0.9
+    words = [f"${number} wwwwwwwwww_" for number in range(keys)]
+    ax = pattern_map(pattern, words, queries=words[keys - queries :])
+    ax.figure.draw_without_rendering()
+    for axis, side, count in ((ax.xaxis, "x", keys), (ax.yaxis, "y", queries)):
+        boxes = [label.get_window_extent() for label in axis.get_ticklabels()]
+        edges = sorted((getattr(box, f"{side}0"), getattr(box, f"{side}1")) for box in boxes)
+        assert all(before[1] <= after[0] + 0.5 for before, after in itertools.pairwise(edges))
+        assert len(boxes) == count if count <= 60 else 30 < len(boxes) <= 60
+        assert keys - 2 in ax.get_xticks()  # the strongest key
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 4), (4, 3), (0, 0)])
+def test_a_pattern_that_does_not_fit_its_texts_cannot_be_drawn(shape):
+    with pytest.raises(SettingError, match=r"pass the pattern of one head, .query, key., one text in tokens= per key"):
+        pattern_map(torch.zeros(shape), ["a"] * min(shape[-1], 4 if shape[0] else 0))
