@@ -95,13 +95,17 @@ class FeatureSummary:
         examples: the strongest places, strongest first.
         firing: share of the places of each state at which it fires; NaN without such places.
         by_step: share of the positions at which it fires, by step.
-        mean_value: mean of its values where it fires; NaN if it never does.
+        fired: its values where it fires.
+        share: share of all places at which it fires.
+        mean_value: mean of `fired`; NaN if it never fires.
     """
 
     feature: int
     examples: list[FeatureExample]
     firing: dict[str, float]
     by_step: Float[np.ndarray, " step"]
+    fired: Float[np.ndarray, " place"]
+    share: float
     mean_value: float
 
 
@@ -148,14 +152,15 @@ def _summary(
 ) -> FeatureSummary:
     places["fires"] = places["value"] > 0
     fired = places[places["fires"]]
-    share = places.groupby("state")["fires"].mean()
+    shares = places.groupby("state")["fires"].mean()
     by_step = places.groupby("step")["fires"].mean().to_numpy()
     order = fired.sort_values(["value", *PLACE], ascending=[False, *[True] * len(PLACE)])
     strongest = order.drop_duplicates(["run", "row", "column"]).head(top)  # one step of each position
     places_shown = strongest[PLACE].itertuples(index=False)
     examples = [_example(at, row, step, column, runs, values, number) for at, row, step, column in places_shown]
-    firing = {name: float(share.get(code, np.nan)) for code, name in enumerate(STATES)}
-    return FeatureSummary(number, examples, firing, by_step, float(fired["value"].mean()))
+    firing = {name: float(shares.get(code, np.nan)) for code, name in enumerate(STATES)}
+    share, mean = float(places["fires"].mean()), float(fired["value"].mean())
+    return FeatureSummary(number, examples, firing, by_step, fired["value"].to_numpy(), share, mean)
 
 
 def _example(
