@@ -175,11 +175,14 @@ TABLES: dict[str, Table] = {
                                ("log2 of what its value writes ÷ what others write", "value_norm"))
         for layer in (20,)
     ), models=PAIR),
-    "pair_problems": Table("problems/pair-texts", tuple(
-        Row(label, {"share": 0.15, **where}, scale, digits)
-        for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
-        if where["measure"] not in (*ALONE, "removed", "nats", "jump_share")
-        and where.get("kind") not in ("mask", "delimiter")
+    "pair_problems": Table("problems/pair-texts", (
+        *(
+            Row(label, {"share": 0.15, **where}, scale, digits)
+            for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
+            if where["measure"] not in (*ALONE, "removed", "nats", "jump_share")
+            and where.get("kind") not in ("mask", "delimiter")
+        ),
+        plain("nats lost by hiding all sinks, 90 % masked", measure="cost", share=0.9, **HIDDEN),
     ), models=PAIR),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),

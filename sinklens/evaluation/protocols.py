@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import PromptWarning, SettingError, nearest, require, warn_caller
 from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
-from sinklens.families.samplers import make_settings, sampler_name
+from sinklens.families.samplers import changed, make_settings, sampler_name
 from sinklens.tasks import NAMES, find_task
 from sinklens.tasks.base import Task
 from sinklens.utils.estimates import Estimate, proportion
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 STUDY = "Rulli et al., 2510.15731, Table 1"
 """The source of the study's scores. It calls its checkpoints "instruct" without naming them; the protocols name the
 published instruct checkpoint of each model."""
+LENGTHS = ("gen_length", "steps")
 OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 
 
@@ -158,8 +159,15 @@ class EvalProtocol(Protocol):
         return hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()[:16]
 
     def of(self, sampler: str) -> dict[str, Any]:
-        """The settings for one kind of sampler."""
-        return dict(self.settings.get(sampler, {}))
+        """The settings for one kind of sampler.
+
+        One that the protocol does not name takes the lengths on which those that it names agree.
+        """
+        if sampler in self.settings:
+            return dict(self.settings[sampler])
+        stated = {name: {one[name] for one in self.settings.values() if name in one} for name in LENGTHS}
+        takes = SAMPLERS[sampler].settings() if sampler in SAMPLERS else ()
+        return {name: next(iter(found)) for name, found in stated.items() if len(found) == 1 and name in takes}
 
     def run_settings(self, model: "Model") -> dict[str, Any]:
         """The settings of runs of `model`, as `sinklens.generate` takes them.
@@ -197,7 +205,8 @@ class EvalProtocol(Protocol):
     def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
         """A copy with some settings replaced, for each sampler that has them.
 
-        ``sampler`` chooses the sampler, ``mode`` the mode; the one replaces the other.
+        ``sampler`` chooses the sampler, ``mode`` the mode; the one replaces the other. Passing ``gen_length`` resets
+        ``steps`` and ``block_length``.
 
         Raises:
             SettingError: a setting that no sampler has, or an unknown sampler.
@@ -213,11 +222,11 @@ class EvalProtocol(Protocol):
             raise SettingError(
                 f"no sampler has a setting {name!r}; known: {', '.join(everything)}.{nearest(name, everything)}"
             )
-        settings = {
-            kind: self.of(kind) | {name: value for name, value in plain.items() if name in names}
-            for kind, names in known.items()
-        }
-        settings = {kind: settings for kind, settings in settings.items() if settings}
+        settings = dict[str, Any]()
+        for kind, names in known.items():
+            own = {name: value for name, value in plain.items() if name in names}
+            if own or kind in self.settings:
+                settings[kind] = changed(self.of(kind), own)
         return replace(self, settings=settings, sampler=sampler, mode=mode)
 
 
@@ -258,9 +267,9 @@ def departures(what: Mapping[str, Any]) -> list[str]:
         return []
     sampler, settings = str(what["sampler"]), what["settings"]
     wanted = stated = protocol.of(sampler)
-    if protocol.settings and not stated:
+    if protocol.settings and sampler not in protocol.settings:
         return [f"the {sampler} sampler, for which {protocol.name} states nothing"]
-    lengths = {name: settings[name] for name in ("gen_length", "steps") if name in settings}
+    lengths = {name: settings[name] for name in LENGTHS if name in settings}
     with suppress(SettingError):  # a sampler that is not installed here, or settings that need the checkpoint's
         wanted = vars(make_settings(sampler, lengths | stated, {})) if stated else {}
     wanted = {name: protocol.what.get(name) for name in OF_TASK} | wanted

@@ -43,11 +43,13 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
     Raises:
         SettingError: a setting is unknown, belongs to another sampler, or is out of range.
     """
-    chosen = read_settings(sampler, given)
-    kept = dict(defaults)
-    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
-        kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
-    return find_sampler(sampler)(**{**kept, **chosen})
+    return find_sampler(sampler)(**changed(defaults, read_settings(sampler, given)))
+
+
+def changed(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults with some settings replaced; their ``steps`` and ``block_length`` fit their own ``gen_length``."""
+    unfit = ("steps", "block_length") if "gen_length" in given else ()
+    return {name: value for name, value in defaults.items() if name not in unfit} | dict(given)
 
 
 def read_settings(sampler: str, given: Mapping[str, Any]) -> dict[str, Any]:

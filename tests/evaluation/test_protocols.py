@@ -57,6 +57,9 @@ def test_every_protocol_is_valid_for_its_samplers_and_its_task(protocol):
         ("llada-instruct-gsm8k", "llada",
          {"gen_length": 512, "steps": 512, "block_length": 512, "confidence_eos_eot_inf": True}),
         ("llada-instruct-gsm8k-blocks", "llada", {"gen_length": 256, "steps": 256, "block_length": 8}),
+        ("llada-gsm8k", "diffullama", {"gen_length": 256, "steps": 256}),  # not named: lengths on which the named agree
+        ("llada-gsm8k", "sdar", {"gen_length": 256}),
+        ("sdar-gsm8k", "llada", {}),
     ],
 )  # fmt: skip
 def test_settings_are_those_of_the_study_and_the_repositories(name, sampler, settings):
@@ -68,6 +71,11 @@ def test_a_setting_reaches_only_the_samplers_that_have_it():
     changed = find_protocol("tiny-gsm").with_settings({"block_length": 8, "gen_length": 16})
     assert changed.of("llada") == {"block_length": 8, "gen_length": 16}
     assert changed.of("dream") == changed.of("autoregressive") == {"gen_length": 16}
+
+
+def test_a_length_resets_what_fits_the_length_of_the_protocol():
+    changed = find_protocol("llada-gsm8k").with_settings({"gen_length": 32})
+    assert [changed.of(sampler) for sampler in ("llada", "diffullama")] == [{"gen_length": 32}, {"gen_length": 32}]
 
 
 def test_every_task_is_a_protocol():
