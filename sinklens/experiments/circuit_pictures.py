@@ -2,7 +2,7 @@
 
 circuit-tracer (Hanna et al., 2025; `circuit_tracer.frontend` of version 0.5.0) stores a graph as JSON: ``nodes`` with a
 layer and a position, ``links`` with a weight, ``metadata`` and the state of the page in ``qParams``. Its nodes are
-features of transcoders; here they are heads, MLPs, the embedding and the logits.
+features of transcoders; here they are heads, MLPs, the embedding and the logits, or features of SAEs.
 
 Pitfall: the page drops a node that occurs at more than two thirds of the tokens, so a graph of a single token is empty.
 """
@@ -42,10 +42,6 @@ class CircuitEdge(NamedTuple):
 
 
 def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: str, model: str) -> dict[str, Any]:
-    require(
-        re.fullmatch(r"[\w-]+", slug),
-        f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.",
-    )
     last = max((edge.pos for edge in edges if edge.pos is not None), default=None)
     if last is not None and (tokens is None or len(tokens) <= max(last, 1)):
         raise SettingError(
@@ -59,21 +55,48 @@ def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: 
         (name, pos): _graph_node(name, pos, depth)
         for name, pos in sorted(names, key=lambda place: (_rank(place[0]), place))
     }
-    links = []
-    for edge, (sender, receiver, pos) in zip(edges, pairs, strict=True):
-        source, target = (nodes[name, pos]["node_id"] for name in (sender, receiver))
-        links.append({"source": source, "target": target, "weight": edge.score, "receiver": edge.receiver})
+    links = [
+        (nodes[sender, pos], nodes[receiver, pos], edge.score)
+        for edge, (sender, receiver, pos) in zip(edges, pairs, strict=True)
+    ]
+    data = document([*nodes.values()], links, EVERYWHERE if last is None else list(tokens or ()), slug, model)
+    data["metadata"]["prompt"] = "".join(tokens or ())
+    for link, edge in zip(data["links"], edges, strict=True):
+        link["receiver"] = edge.receiver
+    return data
+
+
+def document(
+    nodes: "Sequence[dict[str, Any]]",
+    links: "Sequence[tuple[dict[str, Any], dict[str, Any], Any]]",
+    tokens: list[str],
+    slug: str,
+    model: str,
+) -> dict[str, Any]:
+    """A graph of nodes (see `node`) and links (source, target, weight).
+
+    Raises:
+        SettingError: an invalid slug.
+    """
+    require(
+        re.fullmatch(r"[\w-]+", slug),
+        f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.",
+    )
     about = {
         "slug": slug,
         "scan": model,
         "transcoder_list": [],
-        "prompt_tokens": EVERYWHERE if last is None else list(tokens or ()),
-        "prompt": "".join(tokens or ()),
+        "prompt_tokens": tokens,
+        "prompt": "".join(tokens),
         "node_threshold": None,
         "schema_version": 1,
     }
     page = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
-    return {"metadata": about, "qParams": page, "nodes": list(nodes.values()), "links": links}
+    listed = [
+        {"source": source["node_id"], "target": target["node_id"], "weight": float(weight)}
+        for source, target, weight in links
+    ]
+    return {"metadata": about, "qParams": page, "nodes": [*nodes], "links": listed}
 
 
 def save_graph(data: dict[str, Any], folder: Path) -> Path:
@@ -95,18 +118,23 @@ def _graph_node(name: str, pos: int | None, depth: int) -> dict[str, Any]:
     kind, at = _kind(name), 1 if pos is None else pos
     layer = {"embed": "E", "logits": str(depth)}.get(kind) or str(_rank(name)[0])
     number = int(name[name.index("H") + 1 :]) if kind == "head" else -1 if kind == "mlp" else 0
+    return node(layer, number, at, TYPES[kind], f'Output "{name}" (p=nan)' if kind == "logits" else name)
+
+
+def node(layer: str, number: int, at: int, kind: str, label: str) -> dict[str, Any]:
+    """A node at position `at`; `layer` is "E" for embeddings."""
     return {
         "node_id": f"{layer}_{number}_{at}",
         "feature": number,
         "layer": layer,
         "ctx_idx": at,
-        "feature_type": TYPES[kind],
+        "feature_type": kind,
         "token_prob": 0.0,
-        "is_target_logit": kind == "logits",
+        "is_target_logit": kind == TYPES["logits"],
         "run_idx": 0,
         "reverse_ctx_idx": 0,
         "jsNodeId": f"{layer}_{number}-0",
-        "clerp": f'Output "{name}" (p=nan)' if kind == "logits" else name,
+        "clerp": label,
         "influence": None,
         "activation": None,
     }
