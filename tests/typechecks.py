@@ -74,13 +74,13 @@ def _sampled(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal test, calls
+        if jaxtyping.config.jaxtyping_disable:
+            return plain(*args, **kwargs)
         if test != _Current.test:
             test, calls = _Current.test, 0
         calls += 1
         power_of_four = not calls & (calls - 1) and calls.bit_length() % 2
-        if not power_of_four or jaxtyping.config.jaxtyping_disable:
-            return plain(*args, **kwargs)
-        return checked(*args, **kwargs)
+        return (checked if power_of_four else plain)(*args, **kwargs)
 
     return call
 

@@ -55,7 +55,7 @@ NORMALIZERS: Mapping[str, Normalizer] = {"softmax": softmax, "sigmoid": sigmoid,
 
 def normalizer_name(config: Any) -> str:
     """Name, in `NORMALIZERS`, of the normalizer that a transformers config names; "softmax" by default."""
-    return "softmax" if config is None else str(object.__getattribute__(config, "__dict__").get(CONFIG_KEY, "softmax"))
+    return "softmax" if config is None else str(config.__dict__.get(CONFIG_KEY, "softmax"))
 
 
 def normalizer_of(module: Any) -> Normalizer:

@@ -6,10 +6,12 @@ tensors. A replay that equals the plain pass shows that no call of Python in it 
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from building import random_model
 from operators import Copies, Operators, tensors
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,8 +20,11 @@ from transformers import masking_utils
 import sinklens
 from sinklens.hooks import captured
 from sinklens.interventions import MaskSinks
+from sinklens.runs.request import RunRequest
+from sinklens.runs.session import denoising_of
 from sinklens.sampling import DualCache
 from sinklens.sinks import Record
+from sinklens.utils.allocations import LiveBytes
 
 
 class Graph(Operators):
@@ -58,6 +63,27 @@ def capture(counts, run, device, pool):
         one.fill_(torch.nan)  # a capture computes nothing
     counts["captures"] += 1
     return found, graph
+
+
+def compiled(counts, run, device, pool):
+    """A graph of the one piece that Dynamo traces, called without the Python that it was traced from."""
+    torch.compiler.reset()
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *given: calls.append((graph, given, graph(*given))) or calls[-1][2]
+
+    found = torch.compile(run, fullgraph=True, backend=backend)()
+    ((graph, given, outputs),) = calls
+    for one in outputs:
+        one.fill_(torch.nan)
+
+    def replay():
+        for kept, value in zip(outputs, graph(*given), strict=True):
+            kept.copy_(value)
+
+    counts["captures"] += 1
+    return found, SimpleNamespace(replay=replay, pool=lambda: None)
 
 
 @pytest.fixture
@@ -107,6 +133,36 @@ def test_replays_equal_the_plain_pass_bit_for_bit(counts, name, given, kinds):
     for seed in (0, 5):
         check(model, plain, seed=seed, **given)
     assert counts == {"captures": kinds, "replays": 12}  # one replay of each is compared with a plain pass
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("architecture", "given"), [
+    ("llama", {"rows": 2, "temperature": 0.7, "hooks": MaskSinks(3)}),
+    ("qwen3", {"rows": 2}),
+    ("qwen2", {"record_sinks": False, "hooks": MaskSinks(3)}),
+])  # fmt: skip
+def test_a_captured_pass_is_one_graph_for_a_compiler(counts, monkeypatch, unchecked, architecture, given):
+    monkeypatch.setattr(captured, "capture", partial(compiled, counts))
+    model, plain = (random_model(architecture, num_hidden_layers=2) for _ in range(2))
+    check(model, plain, **given)
+    assert counts["captures"] == 1
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize(("record", "hooks"), [(False, ()), (True, ()), (True, [MaskSinks(3)])])
+def test_a_step_leaves_its_canvas_and_what_it_records(counts, monkeypatch, replayed, record, hooks):
+    model, found = sinklens.load("tiny-llada"), []
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",) if replayed else ())
+    monkeypatch.setattr(captured, "_under_a_mode", lambda device: False)
+    given = {"gen_length": 16, "block_length": 16, "steps": 12}
+    run = denoising_of(model, RunRequest([[3, 4, 5, 6]] * 2, 0, False, hooks, record, None, None, False, False, given))
+    with LiveBytes(model.tree.hf.state_dict().values()) as live:
+        listener = SimpleNamespace(before=lambda step, state: found.append(live.now), after=lambda step, state: None)
+        run.carry_out([listener])
+    kept = 2 * 20 * 8 + 2 * (1 + 8)  # the canvas; which rows ran, and how many positions were chosen among equals
+    recorded = 2 * 20 * (4 * model.cfg.n_layers * model.cfg.n_heads + 4 + 1 + 1)  # scores, tokens, masked, committed
+    assert np.diff(found[4:]).tolist() == [kept + recorded * record] * 7
+    assert bool(counts) is replayed
 
 
 @pytest.mark.parametrize(("change", "captures"), [
