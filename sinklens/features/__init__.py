@@ -15,6 +15,7 @@ from sinklens.features.assessing import assess
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.collecting import collect
 from sinklens.features.graphs import save_feature_graph
+from sinklens.features.hub import push_to_hub
 from sinklens.features.neuronpedia import save_neuronpedia
 from sinklens.features.probe_places import ProbeData, probe_data
 from sinklens.features.probe_tables import probe_table
@@ -36,6 +37,7 @@ __all__ = [
     "load_sae",
     "probe_data",
     "probe_table",
+    "push_to_hub",
     "read_features",
     "save_feature_graph",
     "save_neuronpedia",

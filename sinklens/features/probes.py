@@ -16,24 +16,31 @@ Limitation: that a probe reads something does not mean that the model does. Stee
 or remove it (`Probe.steer`, `Probe.remove`), and do the same with `Probe.random`.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import CheckpointError, SettingError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
+from sinklens.utils.atomic import write_file
+from sinklens.utils.hub import local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ProbeKind = Literal["logistic", "ridge", "mass_mean", "difference", "centroid"]
+FILE, TENSORS = "probe.safetensors", ("weights", "bias", "means")
 Vectors = Float[np.ndarray, "output d"]
 
 
@@ -121,6 +128,39 @@ class Probe:
         made = np.random.default_rng(seed).normal(size=(self.weights.shape[1], self.weights.shape[1]))
         turn = np.linalg.qr(made)[0].astype(self.weights.dtype)
         return replace(self, weights=self.weights @ turn, means=self.means @ turn)
+
+    def save(self, path: str | Path) -> None:
+        """Write the probe as safetensors."""
+        classes = None if self.classes is None else self.classes.tolist()
+        about = {"kind": self.kind, "point": self.point, "classes": classes}
+        tensors = {name: np.ascontiguousarray(getattr(self, name)) for name in TENSORS}
+        write_file(path, save(tensors, {"probe": json.dumps(about)}))
+
+    @classmethod
+    def load(cls, path: str | Path, *, revision: str | None = None) -> "Probe":
+        """Read what `save` wrote.
+
+        Args:
+            path: the file; or a name on the hub, ``owner/repository/folder``.
+            revision: branch, tag or commit on the hub; None means the main branch.
+
+        Raises:
+            CheckpointError: there is no such file, it could not be downloaded, or it holds something else.
+        """
+        file = local(path, revision, [FILE])
+        file = file / FILE if file.is_dir() else file
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                about = json.loads((opened.metadata() or {})["probe"])
+                tensors = {name: opened.get_tensor(name) for name in TENSORS}
+            classes = None if about["classes"] is None else np.array(about["classes"])
+            kind, point = read_as(ProbeKind, "kind", about["kind"]), read_as(str, "point", about["point"])
+            (outputs, width), labels = tensors["weights"].shape, (1,) if classes is None else classes.shape
+            if not tensors["bias"].shape == labels == (outputs,) or tensors["means"].shape[1:] != (width,):
+                raise ValueError("the shapes of its weights, bias, means and classes disagree")
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"{file} holds no probe: {error}. Pass a file that Probe.save wrote.") from error
+        return cls(kind=kind, point=point, classes=classes, **tensors)
 
     # --- as an intervention ---
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
 from sinklens.features.dictionaries import DICTIONARY, DICTIONARY_CONFIG, read_dictionary
-from sinklens.model.files import download
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
+from sinklens.utils.hub import local
 from sinklens.utils.integers import as_integer
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
@@ -64,7 +64,7 @@ def shipped_saes() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if (entry / CONFIG).is_file()) if folder.is_dir() else []
 
 
-def load_sae(path: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
+def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: str | None = None) -> SparseAutoencoder:
     """Read an SAE, in float32.
 
     Args:
@@ -72,12 +72,13 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu") -> SparseAuto
             repository on the hub and a folder in it, such as
             "AwesomeInterpretability/llada-mask-topk-sae/resid_post_layer_26/trainer_2".
         device: where the weights are put.
+        revision: branch, tag or commit on the hub; None means the main branch.
 
     Raises:
         CheckpointError: there is no such folder, it could not be downloaded, a file is missing or broken, or the SAE is
             of a kind that is not supported; the message names the key or the weight.
     """
-    path = _found(path)
+    path = _found(path, revision)
     config, weights = read_dictionary(path) if (path / DICTIONARY).is_file() else (_config(path), _weights(path))
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
@@ -125,20 +126,16 @@ def save_sae(sae: SparseAutoencoder, path: str | Path, dtype: torch.dtype = torc
     write_file(Path(path) / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
-def _found(folder: str | Path) -> Path:
+def _found(folder: str | Path, revision: str | None) -> Path:
     if str(folder) in shipped_saes():
         return Path(str(resources.files("sinklens.features") / SHIPPED_FOLDER / str(folder)))
-    owner, *names = Path(folder).parts
-    if Path(folder).is_dir():
-        return Path(folder)
-    if not names or owner.startswith((".", "~", "/")):
+    path = local(folder, revision, (CONFIG, WEIGHTS, DICTIONARY_CONFIG, DICTIONARY))
+    if not path.is_dir():
         raise CheckpointError(
             f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}) "
             f"nor a folder of a repository on the hub.{nearest(str(folder), shipped_saes())}"
         )
-    inner = Path(*names[1:])
-    wanted = [str(inner / name) for name in (CONFIG, WEIGHTS, DICTIONARY_CONFIG, DICTIONARY)]
-    return download(f"{owner}/{names[0]}", None, wanted) / inner
+    return path
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from sinklens.model import fetching
 from sinklens.model.fetching import REPOSITORY
 from sinklens.utils.documents import read_json
 from sinklens.utils.folders import inside
+from sinklens.utils.hub import download, refuse_revision
 
 SHIPPED_FOLDER = "shipped"
 REPOSITORY_MODELS = ("tiny-llada-skills", "tiny-llama-skills", "tiny-text", "tiny-text-causal")
@@ -79,11 +80,7 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
     if str(name_or_path) in (fetching.BASE, *fetching.ARMS) and not path.is_dir():
         path = fetching.fetched(str(name_or_path))
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        require(
-            revision is None,
-            f"revision {revision!r} applies to names on the hub, and {path} is on disk. Leave revision out.",
-            CheckpointError,
-        )
+        refuse_revision(path, revision)
         return _of_gguf(path)
     require(
         not path.is_file(),
@@ -120,48 +117,6 @@ def _of_gguf(path: Path) -> Path:
     from sinklens.model.gguf import converted
 
     return converted(held[0])
-
-
-def download(name: str, revision: str | None, wanted: list[str]) -> Path:
-    """The local folder of a repository on the hub, with the files whose names match one of the patterns `wanted`.
-
-    Raises:
-        CheckpointError: it could not be downloaded.
-    """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
-
-    offline = bool(constants.HF_HUB_OFFLINE)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=offline))
-    except (OSError, HTTPError, HFValidationError) as error:
-        at_revision = f" at revision {revision!r}" if revision else ""
-        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
-        raise CheckpointError(
-            f"could not download {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
-            f"{_way_out(name, error, offline)}"
-        ) from error
-
-
-def _way_out(name: str, error: Exception, offline: bool) -> str:
-    """What to do about a download that failed."""
-    from huggingface_hub.errors import GatedRepoError
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, GatedRepoError) or status in (401, 403):
-        return (
-            f"The repository is gated or private: accept its terms at https://huggingface.co/{name} with your account, "
-            f"then run `hf auth login` (or set HF_TOKEN) on this machine, and load it again."
-        )
-    if offline:
-        return (
-            f"HF_HUB_OFFLINE is set and the cache lacks it: run `hf download {name}` where there is a network, or "
-            f"unset HF_HUB_OFFLINE."
-        )
-    return (
-        "Check the name and the network, or download the files elsewhere and pass their folder; gated models need "
-        "`hf auth login` first."
-    )
 
 
 def commit_of(folder: Path) -> str | None:

@@ -70,13 +70,18 @@ class SinkTrack(TrackData):
         return files.save(self, Path(path))
 
     @classmethod
-    def open(cls, path: str | Path) -> "SinkTrack":
+    def open(cls, path: str | Path, *, revision: str | None = None) -> "SinkTrack":
         """Open a saved track, or the store that a run appended to (even an unfinished one); data are read lazily.
+
+        Args:
+            path: a file or a store; or a name on the hub, ``owner/repository/folder``.
+            revision: branch, tag or commit on the hub; None means the main branch.
 
         Raises:
             TrackError: the file does not exist, is truncated, or is not a sink track.
+            CheckpointError: it could not be downloaded.
         """
-        return cls(files.open_dataset(Path(path)))
+        return cls(files.open_dataset(files.found(Path(path), revision)))
 
     @classmethod
     def concat(cls, tracks: "Sequence[SinkTrack]") -> "SinkTrack":
