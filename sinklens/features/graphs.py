@@ -117,8 +117,9 @@ def _parts(
     sae: SparseAutoencoder, features: Float[Tensor, "pos feature"], slope: Float[Tensor, "1 pos d_in"]
 ) -> Float[Tensor, "pos feature"]:
     """f_n d_n · slope, for every feature at every position."""
-    decoded, back = torch.func.vjp(sae.decode, features.detach())
-    return (features * back(slope[0].to(decoded))[0]).detach()
+    fresh = features.detach().requires_grad_()
+    decoded = sae.decode(fresh)
+    return fresh.detach() * torch.autograd.grad(decoded, fresh, slope[0].to(decoded))[0]
 
 
 def _strongest(effects: Sequence[Float[Tensor, "pos feature"]], top: int) -> list[list[tuple[int, int]]]:

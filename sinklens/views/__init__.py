@@ -18,6 +18,7 @@ from sinklens.views.figures import (
 )
 from sinklens.views.patterns import pattern_at, pattern_map
 from sinklens.views.report import report
+from sinklens.views.widget import run_widget
 
 __all__ = [
     "accuracy_curves",
@@ -31,6 +32,7 @@ __all__ = [
     "pattern_at",
     "pattern_map",
     "report",
+    "run_widget",
     "sink_map",
     "sink_path",
     "sink_paths",

@@ -146,6 +146,7 @@ function pointPattern(event) {
   if (!side) return;
   const query = clamp(Math.floor((y - TOP) / cell), 0, side - 1), key = clamp(Math.floor((x - 34) / cell), 0, side - 1);
   const value = weight(head, query, key);
+  if (event.type === "click") return shown.block === 1 && tell(shown.step, shown.layer, head, numberOf(query), numberOf(key));
   if (Number.isNaN(value)) return write(byId("pattern-readout"), "query ", ...blockText(query), " was not computed in this step: its keys and values come from a cache.");
   return write(byId("pattern-readout"), "query ", ...blockText(query), " gives key ", ...blockText(key), " ", strong(value < 0.001 && value > 0 ? "under 0.001" : value.toFixed(3)), shown.block > 1 ? ` at most (${shown.block} × ${shown.block} positions)` : "");
 }
@@ -269,7 +270,7 @@ function listenAttention() {
   byId("attention-layer").addEventListener("change", again("layer"));
   byId("attention-head").addEventListener("change", (event) => showHead(Number(event.target.value)));
   byId("circuits-heads").addEventListener("change", drawCircuitsSoon);
-  for (const kind of ["pointermove", "pointerdown"]) byId("pattern").addEventListener(kind, pointPattern);
+  for (const kind of ["pointermove", "pointerdown", "click"]) byId("pattern").addEventListener(kind, pointPattern);
   addEventListener("message", (event) => shown.talk && shown.talk(event));
   new IntersectionObserver((entries) => {
     shown.near = entries.at(-1).isIntersecting;

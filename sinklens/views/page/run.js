@@ -78,3 +78,10 @@ function describe(at, step = view.step) {
   return [...place, " receives ", strong(short(score)), ` (${short(share)} % of all attention)`,
     isSink(step, at) ? ", a sink" : "", `; a sink in ${heads} of ${count(L * H, "head")}`, state];
 }
+
+// Tells the page around this one what was clicked: a step, layer and head (null: a mean), a query and a key (null: none).
+function tell(step, layer, head, query, key) {
+  if (parent === window) return;
+  const named = (number) => (number === ALL ? null : number);
+  parent.postMessage({ sinklens: "selection", selection: { step, layer: named(layer), head: named(head), query, key } }, "*");
+}

@@ -49,9 +49,13 @@ function foldEnd(flow, folded) {
 }
 
 function listenTokens() {
-  const pointAt = (event) => { const token = event.target.closest(".tok"); if (token) point(Number(token.dataset.at)); };
-  byId("tokens").addEventListener("pointerover", pointAt);
-  byId("tokens").addEventListener("click", pointAt);
+  const pointAt = (event) => {
+    const token = event.target.closest(".tok"), at = token && Number(token.dataset.at);
+    if (!token) return;
+    point(at);
+    if (event.type === "click") tell(info.steps[view.step], view.layer, view.head, null, numberOf(at));
+  };
+  for (const kind of ["pointerover", "click"]) byId("tokens").addEventListener(kind, pointAt);
 }
 
 // Width of the longest token at this position in any step, so that the text does not shift while it fills in.
