@@ -44,9 +44,7 @@ def made(causal, seed=0, unlike=()):
     real = np.ones((BATCH, LENGTH), dtype=bool)
     real[0, :PADDED] = False
     there = np.repeat(real[:, None], STEPS, axis=1)
-    exists = np.ones((STEPS, LENGTH), dtype=bool)
-    if causal:
-        exists = np.arange(LENGTH) < PROMPT + np.arange(STEPS)[:, None]
+    exists = (np.arange(LENGTH) < PROMPT + np.arange(STEPS)[:, None]) | (not causal)
     there &= exists
     seen = there[:, :, None, None, :, None] & there[:, :, None, None, None, :]
     if causal:

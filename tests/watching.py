@@ -57,9 +57,8 @@ def watch(
 
 def short(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`, for few steps where they do not say how many."""
-    few = {"gen_length": 5} if model.config.is_causal else {"gen_length": 8, "steps": 4}
-    if model.block_length is not None:
-        few = {"gen_length": 8, "denoising_steps": 2}
+    of_blocks = {"denoising_steps": 2} if model.block_length is not None else {"steps": 4}
+    few = {"gen_length": 5} if model.config.is_causal else {"gen_length": 8, **of_blocks}
     return {"record_sinks": False, "progress": False} | (few if "gen_length" not in settings else {}) | settings
 
 

@@ -107,11 +107,22 @@ def test_everything_that_determines_a_verdict_is_part_of_the_identity(tiny_llada
     assert "'alg': 'topk_margin'" in other
 
 
-def test_equal_prompts_go_into_different_batches():
+IDS = (
+    IdSample("a", "", "", ids=(2, 287, 28), expected=(5,)),
+    IdSample("b", "", "", ids=(2, 287), expected=(5,)),
+    IdSample("c", "", "", ids=(2, 287, 28), expected=(6,)),
+)
+TEXTS = [
+    Sample(name, "Question: 2 + 3?" + more, "") for name, more in (("c0", ""), ("c1", ""), ("d", " Say."), ("c2", ""))
+]
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "expected"), [(TEXTS, 4, [["c0", "d"], ["c1"], ["c2"]]), (IDS, 5, [["b", "a"], ["c"]])]
+)
+def test_equal_prompts_go_into_different_batches_and_others_are_ordered_by_length(samples, size, expected):
     """One batch would draw different random numbers for them; two batches draw the same."""
-    same = [Sample(f"copy/{number}", "Question: 2 + 3?", "") for number in range(3)]
-    found = list(batches(UNMASKED, [*same, Sample("other", "Question: 2 + 3? Say.", "")], 4))
-    assert [[sample.id for sample in batch.samples] for batch in found] == [["copy/0", "other"], ["copy/1"], ["copy/2"]]
+    assert [[sample.id for sample in batch.samples] for batch in batches(UNMASKED, samples, size)] == expected
 
 
 def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
@@ -174,18 +185,6 @@ def test_the_identity_of_a_folder_does_not_depend_on_its_path(tmp_path, tiny_lla
     assert Job(".", {}, TASK, PLAIN).identities([UNMASKED])[0]["model"] == "mine"
     assert relative[0]["model"] == "mine"
     assert relative[0]["weights"] == tiny_llada.fingerprint
-
-
-IDS = (
-    IdSample("a", "", "", ids=(2, 287, 28), expected=(5,)),
-    IdSample("b", "", "", ids=(2, 287), expected=(5,)),
-    IdSample("c", "", "", ids=(2, 287, 28), expected=(6,)),
-)
-
-
-def test_samples_of_ids_are_batched_by_length_and_equal_ones_are_kept_apart():
-    found = [[sample.id for sample in batch.samples] for batch in batches(UNMASKED, IDS, 5)]
-    assert found == [["b", "a"], ["c"]]
 
 
 def test_hashes_of_ids_distinguish_prompts_and_expected_answers():

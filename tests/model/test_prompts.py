@@ -153,6 +153,9 @@ UNFIT = [
     (lambda model: model({"input_ids": [5, 6]}, attention_mask=torch.ones(1, 2)), "attention_mask= is only for token"),
     (lambda model: model([[5, 6]], attention_mask=torch.tensor([[-torch.inf, 0]])), r"\[\[-inf, 0\.0\]\]"),
     (lambda model: model([[5, 6]], "loss"), "got 'loss'"),
+    (lambda model: sinklens.generate(model, model.tokenizer([SHORT, LONG], return_tensors="pt", padding=True,
+                                                            padding_side="right")["input_ids"], gen_length=4),
+     "rows of these ids end with 0 to"),
     *((lambda model, call=call: getattr(model, call)(3.5), r"a prompt is a text.*got 3\.5 \(float\)")
       for call in ("encode", "to_tokens", "run_with_cache", "run_with_hooks", "__call__", "forward")),
 ]  # fmt: skip
@@ -188,14 +191,6 @@ def test_padded_ids_without_a_mask_are_rejected(with_tokenizer):
     with pytest.raises(PromptError, match=r"begin with \d+ to \d+ tokens"):
         with_tokenizer(padded[:1])
     with_tokenizer(padded, attention_mask=torch.ones_like(padded))
-
-
-def test_a_run_rejects_ids_padded_on_the_right_without_a_mask(with_tokenizer):
-    padded = with_tokenizer.tokenizer([SHORT, LONG], return_tensors="pt", padding=True, padding_side="right")[
-        "input_ids"
-    ]
-    with pytest.raises(PromptError, match="rows of these ids end with 0 to"):
-        sinklens.generate(with_tokenizer, padded, gen_length=4)
 
 
 def test_a_single_padding_token_before_every_row_is_real(with_tokenizer):
