@@ -13,7 +13,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from sinklens.errors import PromptError, SinklensError
 from sinklens.model import load
@@ -22,9 +24,6 @@ from sinklens.tasks.word_problems import RANGES, Problem, in_range, read_answer
 from sinklens.utils.arguments import Count, read_as
 from sinklens.utils.escaping import in_csv, say
 from sinklens.utils.estimates import proportion
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> list[bool]:
@@ -57,8 +56,6 @@ def by_range(models: Sequence[Any], size: int = 50) -> "DataFrame":
         One row per model, kind and range: "model", "kind", "low", "high", "right", "total" and Wilson's 95 % interval,
         "share", "share_low", "share_high".
     """
-    from pandas import DataFrame
-
     rows = []
     for model in map(load, models):
         for kind, ranges in RANGES.items():

@@ -15,7 +15,7 @@ Caveat: a text is read in one pass, without masks. A restricted model reads in a
 does a causal model that reads in both directions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,6 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.passes import ids_of
 from sinklens.analyses.study import Study, dot_panels
@@ -73,17 +72,13 @@ class Alone(Study):
     def refusal(self, model: "Model") -> str:
         return Texts().refusal(model)
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` [prompt, place, sees]; in a causal model NaN, but for what it sees anyway."""
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            ids = ids_of(model, prompt, self.chat_template, self.longest).to(model.cfg.device)
-            found = [[_read(model, ids, at, *sees) for sees in SEES.values()] for at in (0, len(ids) // 2)]
-            values = torch.tensor(found).permute(2, 0, 1).numpy()
-            arrays = {name: (("place", "sees"), value) for name, value in zip(MEASURES, values, strict=True)}
-            return xr.Dataset(arrays, {"place": list(PLACES), "sees": list(SEES)})
-
-        return each_prompt(prompts, one)
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """`MEASURES` [place, sees]; in a causal model NaN, but for what it sees anyway."""
+        ids = ids_of(model, prompt, self.chat_template, self.longest).to(model.cfg.device)
+        found = [[_read(model, ids, at, *sees) for sees in SEES.values()] for at in (0, len(ids) // 2)]
+        values = torch.tensor(found).permute(2, 0, 1).numpy()
+        arrays = {name: (("place", "sees"), value) for name, value in zip(MEASURES, values, strict=True)}
+        return xr.Dataset(arrays, {"place": list(PLACES), "sees": list(SEES)})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``alone``: `MEASURES`. Intervals resample groups of texts if there are several."""

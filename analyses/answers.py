@@ -18,7 +18,7 @@ Caveat: a differently worded answer can be just as right, and one changed digit 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -74,11 +74,6 @@ def unchanged(study: "Study", model: "Model", prompt: SinglePrompt, settings: Se
     return track
 
 
-def each_prompt(prompts: Sequence[SinglePrompt], one: Callable[[SinglePrompt], xr.Dataset]) -> xr.Dataset:
-    """`one` of every prompt, concatenated along ``prompt``; shorter axes are filled with NaN."""
-    return xr.concat([one(prompt) for prompt in prompts], dim="prompt", join="outer")
-
-
 def free_effects(
     study: "Study", model: "Model", prompt: SinglePrompt, settings: Settings, interventions: Mapping[str, Any]
 ) -> xr.Dataset:
@@ -87,13 +82,12 @@ def free_effects(
     ``control_found`` is the number of control keys over that of the keys they control for; NaN without a control.
     """
     found = swept(study, model, prompt, settings, interventions)
-    controls = np.full(len(interventions), np.nan)
-    if "control_picked" in found:
-        controls = (found["control_picked"] / found["control_requested"]).to_numpy()
+    controlled = "control_picked" in found
+    shares = found["control_picked"] / found["control_requested"] if controlled else found["same_answer"] * np.nan
     values = {
         "right": [is_right(prompt, text, study.answers) for text in found["answer"].to_numpy()],
         "changed": 1.0 - found["same_answer"].to_numpy().astype(float),
-        "control_found": controls,
+        "control_found": shares.to_numpy(),
     }
     arrays = {name: ("intervention", value) for name, value in values.items()}
     return xr.Dataset(arrays, {"intervention": list(interventions)})

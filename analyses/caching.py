@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.estimates.ratios import ratio_table
@@ -299,29 +299,19 @@ def chosen_keys(run: Generation, allowed: Bool[np.ndarray, "step pos"], sink: De
         sinks = torch.from_numpy(found[start])[:, None] & free
         kind = codes[start].expand(len(mass), 1, -1)
         order = torch.from_numpy(noise_of(run.canvas[0, 0], seed, start).random(tuple(mass.shape)).astype(np.float32))
-        for name, keys in _all_sets(mass, sinks, free, kind, order).items():
+        rest = rest_of(mass, sinks, free)
+        of_kind = same_kind(order, sinks, rest, kind)
+        chosen = {
+            "sink": sinks,
+            "sink_of_kind": same_kind(mass, of_kind, sinks, kind),  # as many of each kind, the strongest first
+            "same_mass": of_mass(order, mass, sinks, rest),
+            "same_kind": of_kind,
+            "nearest": nearest(mass, sinks, rest),
+            "random": largest(order, rest, sinks.sum(dim=-1, keepdim=True)),
+        }
+        for name, keys in chosen.items():
             sets[name][inside] = keys[:, 0].numpy()
     return sets
-
-
-def _all_sets(
-    mass: Float[Tensor, "layer 1 pos"],
-    sinks: Bool[Tensor, "layer 1 pos"],
-    free: Bool[Tensor, "layer 1 pos"],
-    kind: Int[Tensor, "layer 1 pos"],
-    order: Float[Tensor, "layer 1 pos"],
-) -> dict[str, Bool[Tensor, "layer 1 pos"]]:
-    """The keys of every entry of `KEYS` but "none"; controls are taken in descending `order`."""
-    rest = rest_of(mass, sinks, free)
-    of_kind = same_kind(order, sinks, rest, kind)
-    return {
-        "sink": sinks,
-        "sink_of_kind": same_kind(mass, of_kind, sinks, kind),  # as many of each kind, the strongest first
-        "same_mass": of_mass(order, mass, sinks, rest),
-        "same_kind": of_kind,
-        "nearest": nearest(mass, sinks, rest),
-        "random": largest(order, rest, sinks.sum(dim=-1, keepdim=True)),
-    }
 
 
 def fresh_keys(

@@ -167,12 +167,8 @@ class Edits(Study):
             "prompt token": free & (place < start), "answer token": free & (place >= start),
             "operand": free & (place < start) & (kind == Kind.DIGIT),
         }  # fmt: skip
-        return {name: edited(model, text, self._chosen(where, noise), kinds, noise) for name, where in sorts.items()}
-
-    def _chosen(self, where: Bool[np.ndarray, " pos"], noise: np.random.Generator) -> list[int]:
-        """`draws` places, with replacement."""
-        places = np.flatnonzero(where)
-        return noise.choice(places, self.draws).tolist() if len(places) else []
+        drawn = {name: places_drawn(where, self.draws, noise) for name, where in sorts.items()}
+        return {name: edited(model, text, places, kinds, noise) for name, places in drawn.items()}
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``jumps``: `MEASURES`; ``differences``: `COMPARED`, paired by prompt, with p values over the family of a
@@ -203,6 +199,12 @@ class Edits(Study):
             rows = table[(table["edit"] == edit) & table["estimate"].notna()]
             curves(rows, "lead", ax).set(xlabel="least lead", ylabel="jumps, share", title=wrapped(meaning, 34))
         return {"leads": figure}
+
+
+def places_drawn(allowed: Bool[np.ndarray, " pos"], number: int, noise: np.random.Generator) -> list[int]:
+    """`number` allowed places, with replacement; none if there are none."""
+    places = np.flatnonzero(allowed)
+    return noise.choice(places, number).tolist() if len(places) else []
 
 
 def measures(jumps: Jumps | None) -> tuple[Float[np.ndarray, " lead"], float]:

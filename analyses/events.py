@@ -89,7 +89,10 @@ class Events(Study):
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `events_of` and `written_over`."""
         if model.causal:
-            return _nothing(len(prompts))
+            empty = np.full((len(prompts), 1, 1), np.nan, dtype=np.float32)
+            columns: dict[str, Any] = dict.fromkeys(PLACES, (("prompt", "step", "place"), empty))
+            columns |= dict.fromkeys(("correlation", "partial"), ("prompt", np.full(len(prompts), np.nan)))
+            return xr.Dataset(columns, {"step": [0], "place": [0]})
         track = self.generate(model, prompts, settings).track
         return events_of(track).merge(written_over(model, track))
 
@@ -221,14 +224,6 @@ def _compared(data: xr.Dataset, just: xr.DataArray) -> dict[str, list[np.ndarray
 def _rate(parts: Sequence[np.ndarray], seed: int, group: Groups | None) -> Matched:
     """Landings / heads that could land, summed over everything."""
     return stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, scale=LOG)
-
-
-def _nothing(prompts: int) -> xr.Dataset:
-    """The variables of an autoregressive model."""
-    empty = np.full((prompts, 1, 1), np.nan, dtype=np.float32)
-    columns: dict[str, Any] = dict.fromkeys(PLACES, (("prompt", "step", "place"), empty))
-    columns |= dict.fromkeys(("correlation", "partial"), ("prompt", np.full(prompts, np.nan)))
-    return xr.Dataset(columns, {"step": [0], "place": [0]})
 
 
 # --- the control for just decided tokens: other tokens whose embedding changes as much --------------------------------

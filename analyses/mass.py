@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.runs import noise_of
 from sinklens.interventions import MaskKeys, MaskSinks
-from sinklens.interventions.controls import Pick
+from sinklens.interventions.controls import Pick, of_mass
 from sinklens.runs.intervention import layer_of
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.strongest import Marked
@@ -97,37 +97,16 @@ def matched(
         mass: `acting` of the track with the attention that counts.
         seed: seed of the order, which depends on it and on the prompt alone.
     """
-    free = (allowed & ~treated).to_numpy()
-    shape = free.shape
     sizes = np.nan_to_num(mass.transpose(*treated.dims).to_numpy())
-    wanted = (sizes * treated.to_numpy()).sum(axis=(-2, -1))[..., None]  # [batch, step, layer, 1]
-    order = np.stack([_order(track, row, shape[2:], seed) for row in range(shape[0])])[
-        :, None
-    ]  # [batch, 1, layer, key]
-    order = np.broadcast_to(order, (*shape[:3], order.shape[-1]))
-    taken = of_mass(sizes.reshape(order.shape), free.reshape(order.shape), wanted, order)
-    return treated.copy(data=taken.reshape(shape))
-
-
-def of_mass(
-    sizes: Float[np.ndarray, "*layer key"],
-    free: Bool[np.ndarray, "*layer key"],
-    wanted: Float[np.ndarray, "*layer 1"],
-    order: Int[np.ndarray, "*layer key"],
-) -> Bool[np.ndarray, "*layer key"]:
-    """The free keys, taken in `order`, that bring the sum of their sizes nearest to `wanted`; all if it is larger."""
-    of_layer = np.take_along_axis(sizes * free, order, axis=-1)
-    nearer = of_layer.cumsum(axis=-1) - of_layer / 2 <= wanted  # half of the next key still fits
-    taken = np.zeros(order.shape, dtype=bool)
-    np.put_along_axis(taken, order, nearer & (wanted > 0), axis=-1)
-    return taken & free
+    order = np.stack([_order(track, row, sizes.shape[2:], seed) for row in range(sizes.shape[0])])[:, None]
+    parts = (-np.broadcast_to(order, sizes.shape), sizes, treated.to_numpy(), (allowed & ~treated).to_numpy())
+    taken = of_mass(*(torch.from_numpy(part).flatten(3) for part in parts))  # over the heads of a layer together
+    return treated.copy(data=taken.view(sizes.shape).numpy())
 
 
 def _order(track: SinkTrack, row: int, sizes: Sequence[int], seed: int) -> np.ndarray:
-    """A random order of the keys of all heads of each layer, [layer, head · pos]."""
-    layers, heads, length = sizes
-    noise = noise_of(track.data["token_id"].isel(batch=row, step=0).to_numpy(), seed)
-    return noise.random((layers, heads * length)).argsort(axis=-1)
+    """Random numbers for the keys of every layer and head, [layer, head, pos]; the smallest are first."""
+    return noise_of(track.data["token_id"].isel(batch=row, step=0).to_numpy(), seed).random(tuple(sizes))
 
 
 def hidden_keys(places: Bool[Tensor, "layer head query key"]) -> list[tuple[str, Callable[..., Tensor]]]:

@@ -18,16 +18,14 @@ matched by can still differ: rows of different templates have different tokens a
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from sinklens.sinks.detectors import Detector
 from sinklens.sinks.kinds import Kind, PlaceState, set_codes
-
-if TYPE_CHECKING:
-    from sinklens.sinks.detectors import Detector
-    from sinklens.sinks.track import SinkTrack
+from sinklens.sinks.track import SinkTrack
 
 ENUMS = {"kind": Kind, "state": PlaceState}
 

@@ -81,7 +81,15 @@ class Mechanism(Study):
         """`CONFIDENCE` [pick], its first two also by step (``…_step``); `COSTS` [order, pick, top_k]; and ``base``
         [order], the share of word problems answered right with nothing masked.
         """
-        return xr.merge([self._confidence(model, prompt, settings), self._costs(model, prompt, settings)])
+        axes: dict[str, list[Any]] = {"pick": list(PICKS), "top_k": list(TOP_K)}
+        found = {}
+        for order, within in orders(model, settings).items():
+            track = unchanged(self, model, prompt, within)
+            listed = {f"{pick} {top_k}": mask for top_k in TOP_K for pick, mask in masked(track, top_k).items()}
+            costs = costs_over(self, model, prompt, within, axes, listed).drop_vars("control_found")
+            found[order] = costs.assign(kept=costs["right"].where(costs["base"] == 1))
+        every = xr.concat(found.values(), dim="order").assign_coords(order=list(found))
+        return xr.merge([self._confidence(model, prompt, settings), every.reindex(order=list(ORDERS))])
 
     def _confidence(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         if model.causal:
@@ -106,17 +114,6 @@ class Mechanism(Study):
             compared = compare(base, run, kept.kept, changed.kept, above_median(base, mass))
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
-
-    def _costs(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
-        axes: dict[str, list[Any]] = {"pick": list(PICKS), "top_k": list(TOP_K)}
-        found = {}
-        for order, within in orders(model, settings).items():
-            track = unchanged(self, model, prompt, within)
-            listed = {f"{pick} {top_k}": mask for top_k in TOP_K for pick, mask in masked(track, top_k).items()}
-            costs = costs_over(self, model, prompt, within, axes, listed).drop_vars("control_found")
-            found[order] = costs.assign(kept=costs["right"].where(costs["base"] == 1))
-        every = xr.concat(found.values(), dim="order").assign_coords(order=list(found))
-        return every.reindex(order=list(ORDERS))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``confidence``: part 1; ``costs``: part 2; ``claims``: the claims that follow from both, with verdicts."""

@@ -20,26 +20,23 @@ Caveat: the null has the pattern of one canvas. A model that was trained with ca
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
 from sinklens.analyses.estimates.tables import interval_table
+from sinklens.model import Model
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs.result import Generation
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded
 from sinklens.sinks.quantities import Summed, Variables
 from sinklens.sinks.track import build_track
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 ROUNDING = 1e-4  # by how much the rows of a softmax may miss 1
 COMPARED = ("jump_share", "sink_jump_share", "static_share")

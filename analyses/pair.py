@@ -29,11 +29,11 @@ import xarray as xr
 from annotated_types import Ge, Gt, Le
 
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
-from sinklens.analyses.mass import of_mass
 from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, written
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.texts import KINDS, Texts, described
 from sinklens.experiments.swaps import kinds_of_vocabulary
+from sinklens.interventions.controls import of_mass
 from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
@@ -153,11 +153,11 @@ def of_matched(model: "Model", canvas: TextCanvas, plain: Read, sinks: Keys, ord
     mass, heads = plain.from_others.double(), sinks.any(dim=-1)
     held, left = ((mass * keys).sum(dim=-1, keepdim=True) for keys in (sinks, ~sinks))
     within = held <= left
-    others = of_mass(mass.numpy(), (~sinks).numpy(), (held * within).numpy(), order.argsort(dim=-1).numpy())
+    others = of_mass(-order, mass, sinks & within, ~sinks)
     cost, removed = np.array(
         [
             (loss(model, canvas, hiding(keys)) - plain.loss, float((mass * keys).sum() / mass.sum()))
-            for keys in (sinks & within, torch.from_numpy(others))
+            for keys in (sinks & within, others)
         ]
     ).T
     return {

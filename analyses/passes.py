@@ -9,7 +9,7 @@ al., 2510.15731); in an autoregressive one, the first keys are not sinks merely 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from sinklens.analyses.mass import hidden_keys
 from sinklens.errors import require
+from sinklens.hooks.points import Point
+from sinklens.model import Model
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sinks.values import NO_OP, written_norms
-
-if TYPE_CHECKING:
-    from sinklens.hooks.points import Point
-    from sinklens.model import Model
 
 Keys = Bool[Tensor, "layer head key"]
 Sums = Float[Tensor, "layer head key"]

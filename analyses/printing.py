@@ -59,7 +59,9 @@ def show(out: Path, manifest: Mapping[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     meanings: dict[tuple[str, str], None] = {}
     alone = False
-    for name in _table_names(out, manifest):
+    before = f"{manifest['study']}-"
+    found = sorted(file.stem.removeprefix(before) for file in out.glob(f"{before}*.csv"))
+    for name in [name for name in manifest.get("tables", found) if name in found]:
         file = out / f"{manifest['study']}-{name}.csv"
         frame = read_csv(file, INTERVAL, NUMBERS)
         meanings |= _meanings(frame)
@@ -71,13 +73,6 @@ def show(out: Path, manifest: Mapping[str, Any]) -> None:
     console.print(LEGEND, markup=False)
     if alone:
         console.print(ALONE, markup=False)
-
-
-def _table_names(out: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """The tables of the newest run; if the manifest does not list them, all files named like a table."""
-    before = f"{manifest['study']}-"
-    found = sorted(file.stem.removeprefix(before) for file in out.glob(f"{before}*.csv"))
-    return [name for name in manifest.get("tables", found) if name in found]
 
 
 def _meanings(frame: "DataFrame") -> dict[tuple[str, str], None]:

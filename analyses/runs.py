@@ -12,24 +12,22 @@ temperature above 0, give each prompt once.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinklens.model import Model
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks
+from sinklens.runs.result import Generation
 from sinklens.sampling import Policy
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.store import nothing
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 __all__ = ["OwnRun", "active_steps", "own_run"]
 

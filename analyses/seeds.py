@@ -5,9 +5,9 @@ sinklens analyse necessity runs/seed-1 runs/seed-2 runs/seed-3 --seeds
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xarray as xr
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.estimates.seeds import seeds_table
 from sinklens.analyses.estimates.tables import corrected, verdict
@@ -15,9 +15,6 @@ from sinklens.analyses.results import Findings
 from sinklens.analyses.study import Study
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 ENTRIES = 100  # maps of layers and heads or of steps are not summarized
 

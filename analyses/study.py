@@ -230,9 +230,8 @@ class Study(ABC):
                 data = self._measured(model, prompts, settings, units, report)
                 if data is None:
                     return Findings({}, {}, {}, manifest)
-                measured[name] = data
-                if groups is not None:
-                    measured[name] = data.assign_coords(prompt_group=("prompt", np.array(groups, dtype=str)))
+                labels = {} if groups is None else {"prompt_group": ("prompt", np.array(groups, dtype=str))}
+                measured[name] = data.assign_coords(labels)
                 example = self.example(model, prompts[self.shown], settings)
                 if example is not None:
                     examples[name] = example
@@ -242,7 +241,14 @@ class Study(ABC):
 
     def _settings_for(self, models: Sequence[Model], prompts: Sequence[SinglePrompt]) -> list[Settings]:
         """For each model, the settings that its sampler has, with the ``gen_length`` that `length` leaves."""
-        given = _settings_of(models, self.settings)
+        known = [setting_names(model, self.settings) for model in models]
+        every = sorted(set().union(*known))
+        for name in self.settings:
+            if name not in every:
+                raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
+        given = [
+            cast(Settings, {name: value for name, value in self.settings.items() if name in names}) for names in known
+        ]
         if self.length is None:
             return given
         require("gen_length" not in self.settings, "length and gen_length both set the length; give one of them.")
@@ -373,19 +379,6 @@ def _groups(prompts: Sequence[SinglePrompt], given: Sequence[Hashable] | None) -
             stacklevel=4,
         )
     return found
-
-
-def _settings_of(models: Sequence[Model], settings: Mapping[str, Any]) -> list[Settings]:
-    """For each model, the settings that its sampler has; a setting that no model has is an error.
-
-    With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
-    """
-    known = [setting_names(model, settings) for model in models]
-    every = sorted(set().union(*known))
-    for name in settings:
-        if name not in every:
-            raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
-    return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
 
 
 def setting_names(model: Model, settings: Mapping[str, Any]) -> set[str]:

@@ -36,11 +36,9 @@ from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
+from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures, places_drawn
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.estimates.tables import judged
-from sinklens.analyses.mass import of_mass
 from sinklens.analyses.passes import (
     Keys,
     Read,
@@ -62,7 +60,7 @@ from sinklens.analyses.study import Study, dot_panels
 from sinklens.errors import SettingError, nearest, require
 from sinklens.experiments.nll.noise import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
-from sinklens.interventions.controls import largest, rest_of
+from sinklens.interventions.controls import largest, of_mass, rest_of
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import Kind
@@ -214,34 +212,30 @@ class Texts(Study):
             return "a model without a mask token: nothing in its canvas says which tokens to predict. Leave it out."
         return ""
 
-    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """``nats``, ``write_ratio``, ``no_op_share``, ``key_ratio``, ``alignment`` and ``causal`` [prompt];
-        ``sink_heads``, ``first_mass`` and ``first_strongest`` [prompt, layer]; ``cost`` and ``removed`` [prompt, kind,
-        choice]; ``stale_cost`` and ``stale_mass`` [prompt, stale]; ``per_place`` [prompt, kind]; ``jump_share``
-        [prompt, edit, lead]. Means over the draws, NaN where there is nothing.
+    def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
+        """``nats``, ``write_ratio``, ``no_op_share``, ``key_ratio``, ``alignment`` and ``causal``; ``sink_heads``,
+        ``first_mass`` and ``first_strongest`` [layer]; ``cost`` and ``removed`` [kind, choice]; ``stale_cost`` and
+        ``stale_mass`` [stale]; ``per_place`` [kind]; ``jump_share`` [edit, lead]. Means over the draws, NaN where there
+        is nothing.
         """
-
-        def one(prompt: SinglePrompt) -> xr.Dataset:
-            ids = ids_of(model, prompt, self.chat_template, self.longest)
-            noise, start = noise_of(ids, self.seed), self._start(model, prompt, ids)
-            found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
-            for canvases in self._masks(model, ids, start):
-                texts = [TextCanvas(ids, masked, start) for masked in canvases]
-                of_draw = [self._of_canvas(model, canvas, read(model, canvas), noise) for canvas in texts]
-                data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
-                jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
-                shares = np.array([measures(one)[0] for one in jumps])
-                found.append(data.assign(jump_share=(("edit", "lead"), shares)))
-            if not self.shares:
-                return found[0].assign(causal=float(model.causal))
-            every: xr.Dataset = xr.concat(found * (len(self.shares) // len(found)), dim="share")
-            return every.assign(causal=float(model.causal)).assign_coords(share=list(self.shares))
-
-        places = {
+        ids = ids_of(model, prompt, self.chat_template, self.longest)
+        noise, start = noise_of(ids, self.seed), self._start(model, prompt, ids)
+        found, jumps = list[xr.Dataset](), list[Jumps | None]([None])
+        for canvases in self._masks(model, ids, start):
+            texts = [TextCanvas(ids, masked, start) for masked in canvases]
+            of_draw = [self._of_canvas(model, canvas, read(model, canvas), noise) for canvas in texts]
+            data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
+            jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
+            shares = np.array([measures(one)[0] for one in jumps])
+            found.append(data.assign(jump_share=(("edit", "lead"), shares)))
+        places: dict[str, Any] = {
             "kind": list(KINDS), "choice": list(CHOICES), "stale": list(STALE), "edit": list(EDITS),
             "lead": list(LEADS),
         }  # fmt: skip
-        return each_prompt(prompts, one).assign_coords(places)
+        if not self.shares:
+            return found[0].assign(causal=float(model.causal)).assign_coords(places)
+        every: xr.Dataset = xr.concat(found * (len(self.shares) // len(found)), dim="share")
+        return every.assign(causal=float(model.causal)).assign_coords(places | {"share": list(self.shares)})
 
     def _start(self, model: "Model", prompt: SinglePrompt, ids: Int[Tensor, " pos"]) -> int:
         """The first position that is predicted.
@@ -316,12 +310,12 @@ class Texts(Study):
         kinds, content = kinds_of_vocabulary(model), [Kind.WORD, Kind.DIGIT, Kind.PUNCTUATION, Kind.NEWLINE, Kind.SPACE]
         free = np.isin(kinds[ids.numpy()], content)
         free[[0, -1]] = False
-        jumps = [later or edited(model, ids, _drawn(free, self.edits, noise), kinds, noise)]
+        jumps = [later or edited(model, ids, places_drawn(free, self.edits, noise), kinds, noise)]
         if not model.causal:
             canvas = TextCanvas(ids, masked).tokens(model)
             visible, hidden = free & ~masked.numpy(), masked.numpy()
-            jumps.append(edited(model, canvas, _drawn(visible, self.edits, noise), kinds, noise, later=False))
-            jumps.append(_revealed(model, canvas, ids, _drawn(hidden, self.edits, noise)))
+            jumps.append(edited(model, canvas, places_drawn(visible, self.edits, noise), kinds, noise, later=False))
+            jumps.append(_revealed(model, canvas, ids, places_drawn(hidden, self.edits, noise)))
         return jumps + [None] * (len(EDITS) - len(jumps))
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
@@ -380,12 +374,6 @@ def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
     }
 
 
-def _drawn(allowed: Bool[np.ndarray, " pos"], number: int, noise: np.random.Generator) -> list[int]:
-    """`number` allowed places, with replacement; none if there are none."""
-    places = np.flatnonzero(allowed)
-    return noise.choice(places, number).tolist() if len(places) else []
-
-
 def _revealed(
     model: "Model", canvas: Int[Tensor, " pos"], text: Int[Tensor, " pos"], places: Sequence[int]
 ) -> Jumps | None:
@@ -408,15 +396,11 @@ def key_choices(treated: Keys, sinks: Keys, read: Read, order: Sums, allowed: Bo
         allowed: keys that can be chosen.
     """
     rest = rest_of(read.sums, treated, allowed.expand_as(treated)) & ~sinks
-    mass = read.from_others.flatten(1)
-    taken = of_mass(
-        mass.double().numpy(), (~sinks & allowed).flatten(1).numpy(),
-        (mass * treated.flatten(1)).sum(dim=1, keepdim=True).double().numpy(), order.flatten(1).argsort(dim=-1).numpy(),
-    )  # fmt: skip
+    of_layer = (part.flatten(1) for part in (-order, read.from_others.double(), treated, ~sinks & allowed))
     return {
         "sink": treated,
         "random": largest(order, rest, treated.sum(dim=-1, keepdim=True)),
-        "same_mass": torch.from_numpy(taken).reshape(treated.shape),
+        "same_mass": of_mass(*of_layer).view_as(treated),
     }
 
 

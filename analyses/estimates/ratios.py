@@ -13,16 +13,14 @@ with it.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from pandas import DataFrame
 
 from sinklens.analyses.estimates.tables import corrected, interval_rows
 from sinklens.utils.estimates import Estimate, mcnemar, outcomes, student
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Values = Float[np.ndarray, " prompt"]
 
@@ -71,8 +69,6 @@ def ratio_rows(model: str, claim: str, first: Values, second: Values) -> list[di
 
 def ratio_table(pairs: Mapping[str, Mapping[str, tuple[Values, Values]]]) -> "DataFrame":
     """`ratio_rows` of model -> claim -> the compared quantities, one family of tests per model."""
-    from pandas import DataFrame
-
     rows = [
         row
         for model, claims in pairs.items()

@@ -21,18 +21,16 @@ scale g.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, SHARE, Scale
 from sinklens.analyses.estimates.tables import RANGES, known_mean
 from sinklens.utils.estimates import Estimate, resampling_weights
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
 def over_seeds(
@@ -75,27 +73,18 @@ def hierarchical(
     """
     arrays = np.stack([np.asarray(part, dtype=np.float64) for part in values])
     resolution = 1 / arrays.shape[1]
-    shared = _shared_variance(arrays, scale, resolution, seed, group)
-    return over_seeds([known_mean(part) for part in arrays], shared, scale, resolution)
-
-
-def _shared_variance(
-    values: Float[np.ndarray, "seed prompt"], scale: Scale, resolution: float, seed: int, group: Sequence[str] = ()
-) -> float:
-    """v of the module: of the mean over seeds on the scale, over resamples of the prompts, or of their groups.
-
-    Resamples of k groups vary (k − 1) / k times as much as further groups do, which is made up for.
-    """
-    units = np.unique(list(group), return_inverse=True)[1] if len(group) else np.arange(values.shape[1])
+    # v of the module: resamples of k groups vary (k − 1) / k times as much as further groups do, which is made up for.
+    units = np.unique(list(group), return_inverse=True)[1] if len(group) else np.arange(arrays.shape[1])
     number = int(units.max()) + 1
     drawn = resampling_weights(number, np.random.default_rng(seed))[:, units]
-    known = ~np.isnan(values)
+    known = ~np.isnan(arrays)
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = (drawn @ np.where(known, values, 0).T) / (drawn @ known.T)
+        means = (drawn @ np.where(known, arrays, 0).T) / (drawn @ known.T)
     centres = scale.to(means, resolution).mean(axis=1)
     centres = centres[np.isfinite(centres)]
     factor = number / (number - 1) if len(group) else 1.0
-    return float(centres.var()) * factor if len(centres) else np.nan
+    shared = float(centres.var()) * factor if len(centres) else np.nan
+    return over_seeds([known_mean(part) for part in arrays], shared, scale, resolution)
 
 
 def scale_of(name: str, declared: Mapping[str, Scale], difference: bool = False) -> Scale:
@@ -130,8 +119,6 @@ def seeds_table(
         ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``scale``, ``p`` (NaN for a measurement),
         and ``by_seed``, their estimates in order of the models.
     """
-    from pandas import DataFrame
-
     rows: list[dict[str, Any]] = []
     groups = _groups(next(iter(measured.values()))) if measured else []
     for name in variables:

@@ -11,17 +11,15 @@ Limitation: prompts from one template resemble each other, so an interval over t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Float, Shaped
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown
 from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 FLIPS = 20_000
 BATCH = 1000  # sign flips at a time
@@ -67,8 +65,6 @@ def interval_table(
             variable; NaN for none); see `p_value`. Also ``null``, ``spread`` and ``against``, from which `corrected`
             works out what the prompts could have shown.
     """
-    from pandas import DataFrame
-
     known, rows = {**RANGES, **(ranges or {})}, []
     for model, data in measured.items():
         for name in variables:
@@ -88,8 +84,6 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
 
     Prompts are paired, so the interval is narrower than the two models' intervals suggest. Empty for one model.
     """
-    from pandas import DataFrame
-
     (first, start), *others = measured.items()
     ranges = {name: (low - high, high - low) for name, (low, high) in RANGES.items()}
     less = {f"{model} − {first}": data[[*variables]] - start[[*variables]] for model, data in others}
