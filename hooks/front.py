@@ -182,7 +182,13 @@ class HookFront(HookedRootModule):
             HookNameError: a name or predicate matches no point of a single pass.
             SettingError: `remove_batch_dim` with several rows.
         """
-        _check_run(input, return_cache_object, remove_batch_dim)
+        if not isinstance(return_cache_object, bool):
+            raise SettingError(
+                f"the second argument of run_with_cache is return_cache_object, True or False; got a "
+                f"{type(return_cache_object).__name__}. Give a mask as attention_mask=."
+            )
+        if remove_batch_dim and input.ndim > 1 and len(input) != 1:
+            raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")
         points = self._passed(names_filter, forward)
         store, fwd, bwd = self.get_caching_hooks(points, incl_bwd, device, remove_batch_dim, None, pos_slice)
         with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
@@ -311,13 +317,3 @@ def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
         return changed[None] if isinstance(changed, Tensor) and changed.ndim == value.ndim - 1 else changed
 
     return called
-
-
-def _check_run(input: Tensor, as_object: Any, unbatched: bool) -> None:
-    if not isinstance(as_object, bool):
-        raise SettingError(
-            f"the second argument of run_with_cache is return_cache_object, True or False; got a "
-            f"{type(as_object).__name__}. Give a mask as attention_mask=."
-        )
-    if unbatched and input.ndim > 1 and len(input) != 1:
-        raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")

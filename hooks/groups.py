@@ -159,10 +159,8 @@ def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
 
 def projection(attn: nn.Module, architecture: Architecture, letter: str) -> nn.Module:
     """A projection of an attention layer; that of the keys where values are made from it."""
-    path = getattr(architecture, letter)
-    if letter == "v" and architecture.values and not _has(attn, path):
-        path = architecture.k
-    return attn.get_submodule(path)
+    of_keys = letter == "v" and architecture.values and not _has(attn, architecture.v)
+    return attn.get_submodule(architecture.k if of_keys else getattr(architecture, letter))
 
 
 def _has(layer: nn.Module, path: str) -> bool:

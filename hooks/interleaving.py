@@ -24,7 +24,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -444,7 +444,10 @@ class BlockTracer(_CheckedTracer):
         try:
             root.interleave(self.carry_out, batcher=batcher)
         except Exception as error:  # noqa: BLE001 — reraised; only the traceback is shortened
-            raise error.with_traceback(_block_frames(error, frame.f_code.co_filename)) from error.__cause__
+            entry = error.__traceback__
+            while entry is not None and entry.tb_frame.f_code.co_filename != frame.f_code.co_filename:
+                entry = entry.tb_next
+            raise error.with_traceback(entry if entry is not None else error.__traceback__) from error.__cause__
         finally:
             root.interleaver.cancel()
             self.info = None
@@ -507,11 +510,3 @@ def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., 
         state.body = state.original = new
         state.sourced, state.compiled = False, None  # `.source` is read again, from `new`
     return lambda: replace_body(module, new, old)
-
-
-def _block_frames(error: Exception, filename: str) -> TracebackType | None:
-    """The traceback of an error from the first line of the trace block on; all of it if it contains no such line."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename != filename:
-        entry = entry.tb_next
-    return entry if entry is not None else error.__traceback__

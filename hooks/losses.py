@@ -86,7 +86,16 @@ class Masks:
         self._check(canvas, masked, targets)
         assert targets is not None
         if self.blocks is not None:
-            self._check_blocks(masked, self.blocks.numbers(real))
+            number = self.blocks.numbers(real)
+            low = number.masked_fill(~masked, number.max() + 1).amin(dim=1)
+            high = number.masked_fill(~masked, -1).amax(dim=1)
+            if bool((low != high).any()):
+                row = int((low != high).nonzero()[0])
+                raise SettingError(
+                    f"row {row} has masks in blocks {int(low[row])} to {int(high[row])}, but a block-causal model is "
+                    f"trained with the blocks before a masked one decided; pass a canvas for each block, masked in "
+                    f"that block alone."
+                )
         own = real & (real.long().cumsum(dim=1) == 1) if self.shift else None
         return partial(_masked_loss, masked, targets.to(canvas.device), own)
 
@@ -108,14 +117,3 @@ class Masks:
         behind = targets.to(canvas.device)[masked]
         if bool(((behind == self.token) | (behind < 0)).any()):
             raise SettingError("targets= has no token at some masked positions (a mask, or -1); pass the full text.")
-
-    def _check_blocks(self, masked: Tensor, number: Tensor) -> None:
-        low = number.masked_fill(~masked, number.max() + 1).amin(dim=1)
-        high = number.masked_fill(~masked, -1).amax(dim=1)
-        if bool((low != high).any()):
-            row = int((low != high).nonzero()[0])
-            raise SettingError(
-                f"row {row} has masks in blocks {int(low[row])} to {int(high[row])}, but a block-causal model is "
-                f"trained with the blocks before a masked one decided; pass a canvas for each block, masked in that "
-                f"block alone."
-            )

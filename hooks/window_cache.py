@@ -67,7 +67,11 @@ class WindowCache(Cache):
         self._changed.clear()
         watch = self._tree.watch
         watch.describe(real=self._real, fresh=fresh, gone=gone)
-        self._prepare()
+        self._uniform = self.fresh[:, :, self.window].all(dim=2).all(dim=0).tolist()  # in every row
+        self._hides = self.gone.any(dim=2).any(dim=0).tolist()
+        computed = self._tree.watch.forward_pass.computed
+        assert computed is not None
+        self._counted, self._every = computed[:, self.window], bool(computed[:, self.window].all())
         watch.cache = self
         names = ("hook_k", "hook_v", "hook_rot_k")
         try:
@@ -75,14 +79,6 @@ class WindowCache(Cache):
                 return self._tree.hidden(canvas[:, window], self._real, self)
         finally:
             watch.cache = None
-
-    def _prepare(self) -> None:
-        """What all layers of the pass share: where all rows are fresh, which layers hide keys, and what is counted."""
-        self._uniform = self.fresh[:, :, self.window].all(dim=2).all(dim=0).tolist()  # in every row
-        self._hides = self.gone.any(dim=2).any(dim=0).tolist()
-        computed = self._tree.watch.forward_pass.computed
-        assert computed is not None
-        self._counted, self._every = computed[:, self.window], bool(computed[:, self.window].all())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The column at which the pass begins."""
@@ -159,15 +155,11 @@ class WindowCache(Cache):
         if changed is None:
             return keys
         stale = (changed != self._raw[layer]).flatten(2).any(dim=-1) & ~self.fresh[:, layer]
-        return torch.where(stale[:, None, :, None], self._rotated(layer, changed), keys)
-
-    def _rotated(self, layer: int, raw: Tensor) -> Float[Tensor, "batch kv_head key d_head"]:
-        """Keys after the norm of keys, if there is one, and the rotation."""
         architecture = self._tree.architecture
         base = self._tree.hf.get_submodule(architecture.base)
         attn: Any = base.get_submodule(architecture.layers)[layer].get_submodule(architecture.attn)
         norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
-        keys = (raw if norm is None else class_forward(norm, raw)).transpose(1, 2)
-        cos, sin = base.rotary_emb(raw, position_ids=(self._real.long().cumsum(-1) - 1).clamp(min=0))
+        keys = (changed if norm is None else class_forward(norm, changed)).transpose(1, 2)
+        cos, sin = base.rotary_emb(changed, position_ids=(self._real.long().cumsum(-1) - 1).clamp(min=0))
         rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
-        return rotate(keys, keys, cos, sin)[1]
+        return torch.where(stale[:, None, :, None], rotate(keys, keys, cos, sin)[1], keys)

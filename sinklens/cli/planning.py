@@ -15,7 +15,7 @@ from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
-    from sinklens.evaluation.planning import Card, Plan
+    from sinklens.evaluation.planning import Card
     from sinklens.evaluation.protocols import EvalProtocol
     from sinklens.evaluation.run_memory import RunPlan
 
@@ -108,14 +108,9 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
         * (found.device_bytes > 0.9 * card.memory)
         for card in cards
     ]
-    return [*lines, *keys, host, *times, *_fitting_lines(found)]
-
-
-def _fitting_lines(found: "RunPlan") -> list[str]:
-    """Which memory holds the run, by quantization."""
     variants = [replace(found, quantization=name, weights=weights) for name, weights in found.alternatives.items()]
     sizes = [f"    {size} GiB: {'; '.join(_fitting(one, size * 2**30) for one in variants)}" for size in SIZES]
-    return ["  cards that hold this run, and the largest batch on one card:", *sizes]
+    return [*lines, *keys, host, *times, "  cards that hold this run, and the largest batch on one card:", *sizes]
 
 
 def _fitting(one: "RunPlan", memory: int) -> str:
@@ -137,11 +132,6 @@ def print_plan(
     samples = list(shared["task"].samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
     found = planned(name, protocol, every, samples, shared["load"])
-    say(name, *_cost_lines(found, card, options))
-
-
-def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:
-    """The cost of an evaluation in words."""
     seconds = found.seconds(card, options.utilization, options.cards)
     prompt = f"{found.prompt_tokens:.0f} tokens a prompt" + ("" if found.counted else " (by 4 characters a token)")
     cards = f"{options.cards} x {card.name}" if options.cards > 1 else card.name
@@ -158,7 +148,7 @@ def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:
         f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}",
     ]
     disk = f"  temporary files (TMPDIR), for keys of the unmasked run: {size_text(found.disk_row_bytes)} a row"
-    return lines + [disk] * bool(found.disk_row_bytes)
+    say(name, *(lines + [disk] * bool(found.disk_row_bytes)))
 
 
 def size_text(size: float | int) -> str:

@@ -54,8 +54,12 @@ def show(table: "DataFrame", notes: Sequence[str]) -> None:
         for departs in rows["departs"][rows["departs"] != ""].unique():
             console.print(on_console(f"{model} departs from {protocol}: {departs}."), soft_wrap=not terminal)
         conditions = rows[["condition"]].map(spelled)
+        scored, most = rows["total"] > 0, rows["total"].max()
+        found = _written(rows["estimate"], "{:.3f}")
+        found += _written(rows["total"], f" ({{}} of {most})").where(rows["total"] < most, "")
+        found += _written(rows["low"], "\n[{:.3f}") + _written(rows["high"], ", {:.3f}]")
         accuracies = {
-            "accuracy": _accuracies(rows),
+            "accuracy": found.where(scored, _written(rows["unscored"], "not scored ({})")),
             "vs unmasked": _compared(rows, "against_unmasked").where(rows["no_unmasked"] == "", rows["no_unmasked"]),
             "vs random": _compared(rows, "against_random").where(rows["no_random"] == "", rows["no_random"]),
             "vs same mass": _compared(rows, "against_same_mass"),
@@ -87,15 +91,6 @@ def _limits(rows: "DataFrame", kind: str, remark: "Series") -> "Series":
 def _compared(rows: "DataFrame", kind: str) -> "Series":
     """A paired difference and its p value."""
     return _limits(rows, kind, _written(rows[f"{kind}_p"], "p {:.4f}").replace("p 0.0000", "p <0.0001"))
-
-
-def _accuracies(rows: "DataFrame") -> "Series":
-    """The accuracy with its limits; a condition with fewer samples than others says so."""
-    scored, most = rows["total"] > 0, rows["total"].max()
-    found = _written(rows["estimate"], "{:.3f}")
-    found += _written(rows["total"], f" ({{}} of {most})").where(rows["total"] < most, "")
-    found += _written(rows["low"], "\n[{:.3f}") + _written(rows["high"], ", {:.3f}]")
-    return found.where(scored, _written(rows["unscored"], "not scored ({})"))
 
 
 def _table(texts: "DataFrame") -> Table:

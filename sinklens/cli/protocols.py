@@ -30,9 +30,9 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
         raise SinklensError(
             f"no protocol is called {unknown!r}; `sinklens protocols` lists all.{nearest(unknown, found)}"
         )
-    chosen = [one for name, one in found.items() if name in names or not names]
-    if model is not None:
-        chosen = [one for one in chosen if any(model.lower() in score.model.lower() for score in one.published)]
+    listed = [one for name, one in found.items() if name in names or not names]
+    part = None if model is None else model.lower()
+    chosen = [one for one in listed if part is None or any(part in score.model.lower() for score in one.published)]
     require(chosen, f"no protocol has a published score of a model whose name contains {model!r}.", SinklensError)
     say(*(line for one in chosen for line in (*_in_full(one), "")), "Brackets: 95 % intervals (Wilson).")
 

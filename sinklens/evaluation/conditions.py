@@ -9,7 +9,7 @@ Pitfall: it does not cover the code that such a class calls. Two interventions t
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklens.errors import SettingError, nearest, require
 from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
@@ -23,10 +23,8 @@ from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks import StrongestKeys
 from sinklens.sinks.strongest import as_tuple
+from sinklens.sinks.track import SinkTrack
 from sinklens.utils.arguments import Seed, read_as
-
-if TYPE_CHECKING:
-    from sinklens.sinks.track import SinkTrack
 
 CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "random": ("random", True, "random key"),

@@ -146,9 +146,8 @@ class OnRay:
         import ray
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = self.gpus_per_worker
-        if gpus is None:
-            gpus = int(any(node.get("GPU", 0) >= 1 for node in nodes))
+        some = int(any(node.get("GPU", 0) >= 1 for node in nodes))
+        gpus = some if self.gpus_per_worker is None else self.gpus_per_worker
         need = {"CPU": self.cpus_per_worker, "GPU": gpus}
         fitting = sum(min(int(node.get(kind, 0) // n) for kind, n in need.items() if n) for node in nodes)
         if fitting == 0:

@@ -10,7 +10,8 @@ policy, an early end of rows or a threshold takes fewer passes than are counted.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -22,9 +23,6 @@ from sinklens.model.templates import render
 from sinklens.sinks.steps import AT_ONCE
 from sinklens.tasks.base import Sample
 from sinklens.tasks.prompts import model_input
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 CHARACTERS = 4  # of a token, for prompts of models without a tokenizer
 SAMPLED = 200  # prompts that are read for their length
@@ -77,7 +75,9 @@ def plan(
     """
     with fake_model(source, load or {}, torch.bfloat16) as model:
         settings = protocol.run_settings(model)
-        prompt, counted = _prompt_tokens(model, samples, protocol.chat_template)
+        some = samples[:: max(1, len(samples) // SAMPLED)]
+        counted = model.tokenizer is not None or not any(isinstance(model_input(sample), str) for sample in some)
+        prompt = fmean(_length(model.tokenizer, sample, protocol.chat_template) for sample in some)
         reading = flops_of(model, round(prompt), 0, 0, False)
     run = plan_run(source, prompt_length=round(prompt), load=load, **settings)
     every = len(samples) * sum(1 + condition.of_unmasked for condition in conditions)
@@ -88,14 +88,6 @@ def plan(
         host_bytes=TEMPORARY * AT_ONCE, host_row_bytes=TEMPORARY * run.track // run.passes + run.canvases,
         disk_row_bytes=run.track if any(one.of_unmasked for one in conditions) else 0,
     )  # fmt: skip
-
-
-def _prompt_tokens(model: "Model", samples: Sequence[Sample], chat_template: bool | str) -> tuple[float, bool]:
-    """Mean length of the prompts in tokens, of evenly spaced ones, and whether a tokenizer counted it."""
-    some = samples[:: max(1, len(samples) // SAMPLED)]
-    counted = model.tokenizer is not None or not any(isinstance(model_input(sample), str) for sample in some)
-    each = [_length(model.tokenizer, sample, chat_template) for sample in some]
-    return sum(each) / len(each), counted
 
 
 def _length(tokenizer: Any, sample: Sample, chat_template: bool | str) -> float | int:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,10 +40,8 @@ from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.families.samplers import settings_for
 from sinklens.hooks import names
 from sinklens.hooks.attention import column_sums
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.sampling.sampler import Sampler
+from sinklens.model import Model
+from sinklens.sampling.sampler import Sampler
 
 USABLE = 0.9  # share of a card that a plan fills
 LOGITS = "denoise.hook_logits"
@@ -215,7 +213,6 @@ def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) 
     """A block in which tensors are fake, and a model of them."""
     from sinklens.model.files import find_checkpoint
     from sinklens.model.loading import LoadRequest, outline
-    from sinklens.model.model import Model
     from sinklens.utils.allocations import without_memory
 
     few = patch.object(column_sums, "range", lambda *bounds: range(*bounds)[:BLOCKS], create=True)

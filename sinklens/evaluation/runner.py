@@ -140,13 +140,11 @@ def _missing(run: LedgerRun, samples: Sequence[Sample]) -> list[Sample]:
     Raises:
         LedgerError: a sample differs from the recorded one.
     """
-    done, left = {str(record["sample"]): record for record in records_of(run)}, list[Sample]()
+    done = {str(record["sample"]): record for record in records_of(run)}
+    left = [sample for sample in samples if sample.id not in done]
     for sample in samples:
-        if sample.id not in done:
-            left.append(sample)
-            continue
         here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
-        if difference := data_difference(done[sample.id], here):
+        if difference := data_difference(done.get(sample.id, here), here):
             raise LedgerError(
                 f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with other "
                 f"data. Use that data, or another folder (--out)."

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,12 +36,10 @@ from sinklens.experiments.nll.estimate import divided, longest
 from sinklens.experiments.nll.hooked_pass import HookedPass
 from sinklens.experiments.nll.noise import DrawRule, MaskNoise, NoisyDraws, TimedNoise, noise_of
 from sinklens.experiments.nll.result import PromptAnswer
+from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.estimates import Estimate
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 PROSE = (
     "The",

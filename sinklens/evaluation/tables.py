@@ -18,9 +18,10 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.errors import ControlWarning, LedgerError, require
 from sinklens.evaluation.checked import evaluations, records_of
@@ -30,9 +31,6 @@ from sinklens.evaluation.protocols import PROTOCOLS, departures, is_checkpoint
 from sinklens.evaluation.scoring import verdicts
 from sinklens.utils import estimates
 from sinklens.utils.estimates import Estimate, Paired, holm, paired, proportion
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
 COMPARISONS = ("unmasked", "random", "same_mass")
@@ -284,9 +282,8 @@ def _published(what: Mapping[str, Any], condition: Mapping[str, Any], accuracy: 
         (one for one in listed if one.masked == condition["masked"] and is_checkpoint(str(what["model"]), one.model)),
         None,
     )
-    gap = NOTHING
-    if score is not None and score.accuracy is not None and accuracy.n and not departs:
-        gap = estimates.unpaired(score.accuracy, accuracy)
+    known = None if score is None or departs or not accuracy.n else score.accuracy
+    gap = NOTHING if known is None else estimates.unpaired(known, accuracy)
     return {
         "published": math.nan if score is None or score.score is None else score.score,
         "source": "" if score is None else score.source, "departs": "; ".join(departs),

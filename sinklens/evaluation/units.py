@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,18 +28,15 @@ from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
 from sinklens.families.samplers import settings_for
 from sinklens.interventions import Intervention
-from sinklens.model import load
+from sinklens.model import Model, load
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
+from sinklens.runs.result import Generation
 from sinklens.sinks.record import Record
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.utils.versions import versions
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 Unit = TypeVar("Unit")
 

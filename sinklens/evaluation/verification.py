@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, i
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.soundness import Check, Outcome, damage_checks
 from sinklens.evaluation.tables import frame
-from sinklens.model import selfcheck
+from sinklens.model import Model, selfcheck
 from sinklens.runs import generate
 from sinklens.sinks.detectors import EpsilonOverMean
 from sinklens.sinks.motion import jumps
@@ -36,9 +36,6 @@ from sinklens.utils.arguments import Share, read_as
 from sinklens.utils.escaping import in_markdown
 from sinklens.utils.estimates import Estimate, student, unpaired
 from sinklens.utils.versions import versions
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 MASKED = (1, 5, 10)
@@ -193,9 +190,8 @@ def verify(
         f"name its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out.",
     )
     task, scores = chosen.make_task(data), {one.masked: one for one in scores_of(model.name, chosen.name)}
-    stated = scores.get(0)
-    if score is not None:  # it is of these settings, whatever the protocol says
-        stated = Published(model.name, score, "as given", len(task.samples()))
+    own = None if score is None else Published(model.name, score, "as given", len(task.samples()))
+    stated = own or scores.get(0)  # a given score is of these settings, whatever the protocol says
     checks = [fingerprint_check(model, fingerprint or known(model.name)[0]), self_check(model)]
     number, departs = 0, ""
     if checks[-1].outcome == "passed":

@@ -18,7 +18,7 @@ With ``ig_steps=`` the gradient is averaged between the two inputs; check both a
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +32,12 @@ from sinklens.hooks import names
 from sinklens.hooks.modulation import Time, times_of
 from sinklens.hooks.names import READ_ONLY, axes_of
 from sinklens.hooks.points import Point
+from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.sampling.key_cache import one_later
 from sinklens.utils.arguments import Count, read_as
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 LogitMetric = Callable[[Tensor], Tensor]
 UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts

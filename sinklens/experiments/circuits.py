@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,15 +43,12 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import Time
 from sinklens.interventions.circuits import AXES, KeepEdges
 from sinklens.interventions.paths import senders_of
+from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
-from sinklens.runs.result import require_run
+from sinklens.runs.result import Generation, require_run
 from sinklens.utils.arguments import NonNegative, read_as
 from sinklens.utils.atomic import write_file
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 FORMAT = "sinklens circuit 2"
 
@@ -91,7 +88,15 @@ class Circuit:
         Raises:
             SettingError: neither or both of count and share, or one out of range.
         """
-        scores = _ordered(scores)
+        array = scores["effect"] if isinstance(scores, xr.Dataset) else scores
+        require(
+            isinstance(array, xr.DataArray) and {"sender", "receiver"} <= set(array.dims) <= set(AXES),
+            "scores must be an array over sender and receiver, and perhaps step and pos.",
+        )
+        axes = [axis for axis in AXES if axis in array.dims]
+        found = array.transpose(*axes).reset_coords(drop=True)
+        missing = {axis: range(array.sizes[axis]) for axis in axes if axis not in found.coords}
+        scores = found.assign_coords(missing).astype(float)
         values = np.abs(scores.to_numpy())
         exists = int((~np.isnan(values)).sum())
         require((count is None) != (share is None), "pass one of count= and share=.")
@@ -213,19 +218,6 @@ class Circuit:
             CheckpointError: the folder's ``graph-metadata.json`` is something else.
         """
         return save_graph(self.to_graph(tokens, **about), Path(path))
-
-
-def _ordered(scores: Any) -> xr.DataArray:
-    """Scores as an array with the axes in the order of `AXES`."""
-    array = scores["effect"] if isinstance(scores, xr.Dataset) else scores
-    require(
-        isinstance(array, xr.DataArray) and {"sender", "receiver"} <= set(array.dims) <= set(AXES),
-        "scores must be an array over sender and receiver, and perhaps step and pos.",
-    )
-    axes = [axis for axis in AXES if axis in array.dims]
-    found = array.transpose(*axes).reset_coords(drop=True)
-    missing = {axis: range(array.sizes[axis]) for axis in axes if axis not in found.coords}
-    return found.assign_coords(missing).astype(float)
 
 
 def _marked(scores: xr.DataArray, places: np.ndarray) -> xr.DataArray:

@@ -26,7 +26,6 @@ receive; compare with `MaskSinks`, and with the same effect of a control key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import xarray as xr
@@ -48,14 +47,11 @@ from sinklens.interventions.paths import (
     refuse_indirect,
     senders_of,
 )
+from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs, within
-from sinklens.runs.result import require_run
+from sinklens.runs.result import Generation, require_run
 from sinklens.utils.arguments import Count, read_as
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 COPIES = 16  # of the batch in a pass; more are slower on a CPU, whose caches they exceed
 EVERY = "all"

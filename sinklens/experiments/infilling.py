@@ -9,17 +9,15 @@ may have its borders elsewhere; pass token ids to decide them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sinklens.errors import PromptError, require
 from sinklens.interventions.canvas import ForceTokens, Suffix
+from sinklens.model import Model
 from sinklens.model.prompts import Encoded
 from sinklens.runs.intervention import Intervention
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 Part = str | int | Sequence[int]
 
@@ -43,8 +41,11 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
             unequal numbers of tokens from the first hole to the last, or after it.
         SettingError: in the run, a model that does not see text after its answer.
     """
-    texts = list(parts) if _is_batch(parts) else [parts]
-    rows = [_row(model, row) for row in texts]  # type: ignore[arg-type]
+    given: Any = parts
+    lists = all(isinstance(part, Sequence) and not isinstance(part, str) for part in given)
+    several = bool(given) and lists and any(not isinstance(entry, int) for part in given for entry in part)
+    texts = given if several else [given]
+    rows = [_row(model, row) for row in texts]
     sizes = {(len(row.answer), len(row.after)) for row in rows}
     require(
         len(sizes) <= 1,
@@ -77,12 +78,6 @@ class _Row(NamedTuple):
     prompt: list[int]
     answer: list[int | None]
     after: list[int]
-
-
-def _is_batch(parts: Any) -> bool:
-    """Whether all parts are lists, which are not all lists of ids."""
-    lists = all(isinstance(part, Sequence) and not isinstance(part, str) for part in parts)
-    return bool(parts) and lists and any(not isinstance(entry, int) for part in parts for entry in part)
 
 
 def _row(model: "Model", parts: Sequence[Part]) -> _Row:

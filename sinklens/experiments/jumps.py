@@ -10,23 +10,19 @@ sum does not say which query looks where.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 
 from sinklens.errors import SettingError, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.interventions.paths import PathPatch, refuse_indirect, senders_of
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, within
-from sinklens.runs.result import require_run
+from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import Detector
 from sinklens.utils.arguments import read_as
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 
 class Jump(NamedTuple):
@@ -74,20 +70,13 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
         )
     row = within("row", [row], len(run.canvas))[0]
     sinks = run.sinks.detect() if detector is None else run.sinks.detect(detector)
-    found = jumps_between(run.sinks.scores().to_numpy()[row], sinks.to_numpy()[row])
-    return [jump._replace(row=row) for jump in found]
-
-
-def jumps_between(
-    score: Float[np.ndarray, "step layer head pos"], sinks: Bool[np.ndarray, "step layer head pos"]
-) -> list[Jump]:
-    """All jumps in layers after the first, largest first."""
+    score, sinks = run.sinks.scores().to_numpy()[row], sinks.to_numpy()[row]
     top, found = np.nan_to_num(score).argmax(axis=-1), []
     for step, layer, head in np.argwhere(top[1:] != top[:-1]) + np.array([1, 0, 0]):
         old, new = int(top[step - 1, layer, head]), int(top[step, layer, head])
         if layer and sinks[step - 1, layer, head, old] and sinks[step, layer, head, new]:
             rise = score[step, layer, head] - score[step - 1, layer, head]
-            found.append(Jump(float(rise[new] - rise[old]), int(step), int(layer), int(head), old, new))
+            found.append(Jump(float(rise[new] - rise[old]), int(step), int(layer), int(head), old, new, row))
     return sorted(found, reverse=True)
 
 

@@ -324,9 +324,7 @@ def _dataset(
     ranked = {name: (*shape, top_k) if name in ("token", "probability") else shape for name in empty}
     found = {name: np.full(ranked[name], fill, np.float32 if fill != -1 else np.int64) for name, fill in empty.items()}
     for at_step, step in enumerate(steps):
-        here = torch.ones_like(columns, dtype=torch.bool)
-        if model.causal:
-            here = (columns > start) & (columns <= run.prompt_length + step)
+        here = (columns > start) & (columns <= run.prompt_length + step) if model.causal else columns >= 0
         by_layer, condition = streams(step, (columns[here] - _before(model)).clamp(min=start))
         for at_layer, (layer, stream) in enumerate(by_layer.items()):
             moved = stream if lens is None else lens.translate(stream, layer, float(share[step]))

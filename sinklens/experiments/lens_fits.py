@@ -14,7 +14,7 @@ Limitation: readings at decided positions and in the prompt use maps that have n
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -31,12 +31,10 @@ from sinklens.experiments.lens import (
     streams_before,
 )
 from sinklens.experiments.step_ids import exact_step
+from sinklens.model import Model
 from sinklens.runs import generate
+from sinklens.runs.result import Generation
 from sinklens.utils.arguments import Seed, read_as
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 
 def train_tuned_lens(

@@ -16,7 +16,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, require
-from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation, require_run
@@ -62,28 +61,22 @@ def replaced_prompts(
         PromptError: see `corrupted`.
     """
     require(changes, "changes is empty; pass the texts to replace, such as {' 6': ' 8'}.", PromptError)
-    prompts = ids[:, : base.prompt_length].cpu()
+    model, prompts = base.model, ids[:, : base.prompt_length].cpu()
     for old, new in changes.items():
-        prompts = _replaced(prompts, base.model, old, new)
+        before, after = (model.to_tokens(text, prepend_bos=False)[0].cpu() for text in (old, new))
+        if len(before) != len(after):
+            raise PromptError(
+                f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
+                f"({model.to_str_tokens(after)}); positions stay aligned only if both have the same number of tokens."
+            )
+        fits = len(before) <= prompts.shape[1]
+        found = (prompts.unfold(1, len(before), 1) == before).all(dim=-1).nonzero().tolist() if fits else []
+        if not found:
+            raise PromptError(
+                f"{old!r} occurs in no prompt as the tokens {model.to_str_tokens(before)}; a leading space may be "
+                f"part of a token (see model.to_str_tokens)."
+            )
+        prompts = prompts.clone()
+        for row, start in found:
+            prompts[row, start : start + len(after)] = after
     return torch.cat([prompts.to(ids.device), ids[:, base.prompt_length :]], dim=1)
-
-
-def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -> Int[Tensor, "batch pos"]:
-    """`ids` with the tokens of `old` replaced by those of `new`."""
-    before, after = (model.to_tokens(text, prepend_bos=False)[0].cpu() for text in (old, new))
-    if len(before) != len(after):
-        raise PromptError(
-            f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
-            f"({model.to_str_tokens(after)}); positions stay aligned only if both have the same number of tokens."
-        )
-    windows = ids.unfold(1, len(before), 1) if len(before) <= ids.shape[1] else ids.new_zeros(len(ids), 0, len(before))
-    found = (windows == before).all(dim=-1).nonzero().tolist()
-    if not found:
-        raise PromptError(
-            f"{old!r} occurs in no prompt as the tokens {model.to_str_tokens(before)}; a leading space may be "
-            f"part of a token (see model.to_str_tokens)."
-        )
-    changed = ids.clone()
-    for row, start in found:
-        changed[row, start : start + len(after)] = after
-    return changed

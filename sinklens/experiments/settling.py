@@ -94,7 +94,8 @@ def guesses(run: "Generation", predictions: xr.Dataset) -> list[list[str]]:
     tokenizer = run.model.tokenizer
     if tokenizer is None:
         raise SettingError(f"{run.model.name} has no tokenizer, so its guesses have no text; compare ids instead.")
-    ids, ends = _filled(predictions), set(run.model.eos_token_ids)
+    ids = xr.where(predictions["masked"], predictions["token"], predictions["token_id"]).to_numpy()
+    ends = set(run.model.eos_token_ids)
     answer = slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
 
     def text(tokens: Sequence[int]) -> str:
@@ -164,8 +165,3 @@ def early_exit(
     found = {"exit": exits, "right": judged[1:], "same": same, "share": exits / active.sum(axis=1)}
     data = {name: (("threshold", "batch"), values) for name, values in found.items()}
     return xr.Dataset(data | {"full": ("batch", judged[0])}, {"threshold": list(thresholds)})
-
-
-def _filled(predictions: xr.Dataset) -> Int[np.ndarray, "batch step pos"]:
-    """The canvas of every step with predictions at undecided positions."""
-    return np.asarray(xr.where(predictions["masked"], predictions["token"], predictions["token_id"]).to_numpy())

@@ -99,7 +99,13 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
                 for function in listed:
                     returned = function(part, hook=hook)
                     if returned is not None:
-                        _check_rows(returned, part, function, hook)
+                        if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
+                            got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+                            raise HookFunctionError(
+                                f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step "
+                                f"{hook.step}) got a value of shape {list(part.shape)} and returned {got}; return the "
+                                f"same shape, or None to change nothing."
+                            )
                         part, changed = returned, True
                 parts.append(part)
         finally:
@@ -110,17 +116,3 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
         return torch.cat([part.expand(-1, *longest) for part in parts])
 
     return call
-
-
-def _check_rows(returned: Any, part: Tensor, function: HookFunction, hook: Point) -> None:
-    """Check that a function's result for its rows can be combined with the other rows.
-
-    Raises:
-        HookFunctionError: the result is not a tensor, or has another number of rows or axes.
-    """
-    if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
-        got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
-        raise HookFunctionError(
-            f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step {hook.step}) got a "
-            f"value of shape {list(part.shape)} and returned {got}; return the same shape, or None to change nothing."
-        )

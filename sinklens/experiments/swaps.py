@@ -13,7 +13,6 @@ Pitfall: a canvas with a swapped token can be one that no text has. A swap withi
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,15 +22,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, nearest, require
 from sinklens.experiments.step_ids import StepIds, exact_step
-from sinklens.runs.result import require_run
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import over_others
 from sinklens.sinks.kinds import Kind, kinds_of_tokens
 from sinklens.utils.arguments import Count, read_as
-
-if TYPE_CHECKING:
-    from sinklens.hooks.points import Point
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 CHUNK = 32  # canvases per pass
 SWAPPED = {kind.name.lower(): kind for kind in (Kind.NEWLINE, Kind.SPACE, Kind.PUNCTUATION, Kind.DIGIT, Kind.MASK,

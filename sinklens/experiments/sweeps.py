@@ -11,7 +11,7 @@ slowest row of its batch, so its step numbers depend on the rest of the batch.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -26,14 +26,11 @@ from sinklens.model import Model, load
 from sinklens.model.prompts import Prompt
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import HookSource
-from sinklens.runs.request import RunRequest, hook_list
+from sinklens.runs.request import Hooks, RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.utils.arguments import Count, Seed, read_as
-
-if TYPE_CHECKING:
-    from sinklens.runs.request import Hooks
 
 Group = dict[str, list[Any]]
 

@@ -18,7 +18,6 @@ changes the score by its part only as far as the scales stay; path patching (`Pa
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,12 +30,9 @@ from sinklens.experiments.attribution import wide
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks.rotary import rotations
 from sinklens.interventions.paths import centered, refuse_indirect
+from sinklens.model import Model
 from sinklens.runs.intervention import within
-from sinklens.runs.result import require_run
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 
 
 @torch.no_grad()
@@ -221,9 +217,18 @@ class _Read:
             toward = toward * wide(norm.w) / (raw.pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
         weight, bias = (wide(getattr(attn, f"{kind}_{letter.upper()}")[head]) for kind in "Wb")
         norm, shift = self._norm()
-        own, toward_norm = (toward * bias).sum(), toward @ weight.T
-        direction = toward_norm * norm / self.values[f"blocks.{self.layer}.ln1.hook_scale"]
-        return self._of_stream(centered(direction, self.model), own=own + (toward_norm * shift).sum())
+        toward_norm = toward @ weight.T
+        own = (toward * bias).sum() + (toward_norm * shift).sum()
+        direction = centered(toward_norm * norm / self.values[f"blocks.{self.layer}.ln1.hook_scale"], self.model)
+        found = [(self.values["hook_embed"] * direction).sum()[None]]
+        biases = torch.zeros_like(own)
+        for layer in range(self.layer):
+            z, attn = self.values[f"blocks.{layer}.attn.hook_z"], self.model.blocks[layer].attn
+            gate = self.values.get(f"blocks.{layer}.adaln.hook_attn_gate", torch.ones_like(own))
+            found.append(torch.einsum("phd,hdm,pm->h", z, wide(attn.W_O), direction * gate))
+            found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
+            biases = biases + (direction * gate @ wide(attn.b_O).to(direction)).sum()
+        return torch.cat([*found, biases[None], own[None]])
 
     def _norm(self) -> tuple[Float[Tensor, " d_model"], Float[Tensor, " d_model"]]:
         """What the layer's norm multiplies the normalized stream by, and what it adds, the modulation included."""
@@ -234,15 +239,3 @@ class _Read:
             return weight, bias
         shift, scale = (self.values[f"blocks.{self.layer}.adaln.hook_attn_{name}"] for name in ("shift", "scale"))
         return weight * (1 + scale), bias * (1 + scale) + shift
-
-    def _of_stream(self, direction: Float[Tensor, "pos d_model"], own: Float[Tensor, ""]) -> Float[Tensor, " writer"]:
-        """Σ_pos writer · `direction` of every writer, then `own`."""
-        found = [(self.values["hook_embed"] * direction).sum()[None]]
-        biases = torch.zeros_like(own)
-        for layer in range(self.layer):
-            z, attn = self.values[f"blocks.{layer}.attn.hook_z"], self.model.blocks[layer].attn
-            gate = self.values.get(f"blocks.{layer}.adaln.hook_attn_gate", torch.ones_like(own))
-            found.append(torch.einsum("phd,hdm,pm->h", z, wide(attn.W_O), direction * gate))
-            found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
-            biases = biases + (direction * gate @ wide(attn.b_O).to(direction)).sum()
-        return torch.cat([*found, biases[None], own[None]])

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Gt, Le
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.families.autoregressive import GPT2_DROPPED, GPT2_IGNORED, GPT2_RENAMES
@@ -75,22 +75,12 @@ class DiffuLlamaSettings(ByConfidence, Steps):
         proposed, drawn = state.propose(where, drawn, canvas)
         confidence = state.spread_confidence(where, decisions.probability(probs, drawn))
         if self.order == "confidence":
-            kept = confidence < self._cutoff(confidence, where, competing, left)
+            ordered = confidence.masked_fill(~where, torch.inf).sort(dim=1).values
+            counts = [decisions.entropy_schedule(int(n), self.steps)[-1 - left] for n in competing.sum(dim=1)]
+            kept = confidence < ordered.gather(1, torch.tensor(counts, device=ordered.device)[:, None])
         else:
             kept = numbers.new_ones(where.shape).masked_scatter(where, numbers[:, 1]) >= 1 / (left + 1)
         state.commit(undecided & where & ~kept, proposed)
-
-    def _cutoff(
-        self,
-        confidence: Float[Tensor, "batch pos"],
-        where: Bool[Tensor, "batch pos"],
-        competing: Bool[Tensor, "batch pos"],
-        left: int,
-    ) -> Float[Tensor, "batch 1"]:
-        """The confidence below which a proposal stays undecided."""
-        ordered = confidence.masked_fill(~where, torch.inf).sort(dim=1).values
-        counts = [decisions.entropy_schedule(int(n), self.steps)[-1 - left] for n in competing.sum(dim=1)]
-        return ordered.gather(1, torch.tensor(counts, device=ordered.device)[:, None])
 
 
 FAMILIES = (

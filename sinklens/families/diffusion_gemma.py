@@ -151,11 +151,15 @@ class _OpenCanvas:
         logits = state.checked(state.through("hook_logits", state.tree.head(hidden)))
         logits = logits / self._settings.temperature(step)
         sampled = state.ids_at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
-        entropy = state.through("hook_entropy", entropies(logits))
+        logs = logits.log_softmax(dim=-1)
+        entropy = state.through("hook_entropy", -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1))
         accepted = state.through(
             "hook_accepted", decisions.within_bound(-entropy, entropy, self._settings.entropy_bound)
         )
-        noise = state.ids_at(state.tree.denoise.hook_renoise, self._noise(canvas))
+        active = self._state.active[:, None].expand_as(canvas)
+        noise = state.ids_at(
+            state.tree.denoise.hook_renoise, canvas.masked_scatter(active, random_tokens(self._state, active))
+        )
         left = torch.where(accepted, sampled, noise)
         self._finish(logits, entropy)
         self.over = self._is_last(step)
@@ -177,11 +181,6 @@ class _OpenCanvas:
         noise = self._state.noise.uniform(active, dtype=torch.float64)
         drawn = decisions.categorical_candidates(logits[active].softmax(dim=-1, dtype=torch.float32), noise)
         return canvas.masked_scatter(active, drawn)
-
-    def _noise(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-        """Random tokens at every position, also where the step accepts another one."""
-        active = self._state.active[:, None].expand_as(canvas)
-        return canvas.masked_scatter(active, random_tokens(self._state, active))
 
     def _finish(self, logits: Float[Tensor, "batch pos vocab"], entropy: Float[Tensor, "batch pos"]) -> None:
         """Update the most likely tokens, the logits for the next step, and which rows are finished."""
@@ -215,12 +214,6 @@ class _OpenCanvas:
             undecided[:, self._start : self._stop] = False
         canvas[:, self._start : self._stop] = left
         self._state.end_step(canvas, undecided)
-
-
-def entropies(logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, "batch pos"]:
-    """−Σ_v p_v log p_v in nats, with p = softmax(logits)."""
-    logs = logits.log_softmax(dim=-1)
-    return -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
 
 
 def _padded(

@@ -185,8 +185,8 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
     Keys that the published code does not read have no effect here either: the router is a sigmoid in float32 whose bias
     affects only the choice, and the weights of the chosen experts are divided by their sum.
     """
-    same = ["head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace"]
-    same += ["n_group", "topk_group", "routed_scaling_factor"]
+    same = ("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
+            "n_group", "topk_group", "routed_scaling_factor")  # fmt: skip
     share = config["partial_rotary_factor"]
     rotated = int(config["head_dim"] * share)
     require(

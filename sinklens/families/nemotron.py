@@ -38,13 +38,13 @@ Pitfall: the published defaults shift the logits by one position, which does not
 turns that off, and so does this sampler.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, PromptError, ReadOnlyHookError, require
@@ -112,7 +112,9 @@ class NemotronDiffusionSettings(CompleteBlocks):
                 if not bool(run.masked(state.canvas, block).any()):
                     break
                 least = counts if self.threshold is None else [1] * len(counts)
-                yield from run.fill("denoise", block, partial(_best, least, self.threshold))
+                yield from run.fill(
+                    "denoise", block, partial(decisions.most_confident, counts=least, threshold=self.threshold)
+                )
             yield from run.read("commit", block, seeds=self.causal_context)
             if bool(run.ended(state.canvas).all()):
                 return
@@ -166,10 +168,9 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         while start < end - 1 and not bool(run.ended(state.canvas).all()):
             block = range(start, start + self.block_length)
             yield from self._draft(state, run, block)
-            accepted: list[int] = []
-            yield from self._verify(state, run, block, accepted)
+            taken = yield from self._verify(state, run, block)
             decided = (state.canvas[0] != state.mask_id).nonzero()
-            start = int(decided[-1]) if state.replay is not None else start + accepted[0]
+            start = int(decided[-1]) if state.replay is not None else start + taken
             run.forget(start)
 
     def _draft(self, state: State, run: ModeSteps, block: range) -> Iterator[None]:
@@ -183,13 +184,13 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
             state.canvas = state.canvas.clone()
             state.canvas[:, block.start : block.stop] = state.ids_at(state.tree.denoise.hook_draft, draft.clone())
 
-    def _choose(self, confidence: Float[Tensor, "batch pos"], block: Bool[Tensor, "batch pos"]) -> Tensor:
+    def _choose(self, confidence: Float[Tensor, "batch pos"], ranked: Bool[Tensor, "batch pos"]) -> Tensor:
         if self.draft_threshold == 0:
             return confidence > -torch.inf
         return decisions.leftmost_best(confidence, [1] * len(confidence)) | (confidence >= self.draft_threshold)
 
-    def _verify(self, state: State, run: ModeSteps, block: range, accepted: list[int]) -> Iterator[None]:
-        """The step that reads a draft and takes what agrees; appends how many tokens it took."""
+    def _verify(self, state: State, run: ModeSteps, block: range) -> Generator[None, None, int]:
+        """The step that reads a draft and takes what agrees; returns how many tokens it took."""
         state.kind = run.kind("verify", block)
         yield
         canvas = run.begin(block, keep=block.stop)
@@ -197,8 +198,16 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         everywhere = torch.ones(hidden.shape[:2], dtype=torch.bool, device=canvas.device)
         best = state.logits_of((hidden,), everywhere).argmax(dim=-1)[None]
         best = state.ids_at(state.tree.denoise.hook_verify, best)
-        accepted.append(_accepted(state, canvas[:, block.start : block.stop], best))
-        taken = range(block.start + 1, block.start + 1 + accepted[0])
+        draft = canvas[:, block.start : block.stop]
+        agreed = (best[:, :-1] == draft[:, 1:]).long().cumprod(dim=1).sum(dim=1) + 1
+        number = int(state.through("hook_accepted_length", agreed)[0])
+        require(
+            1 <= number <= draft.shape[1],
+            f"a hook or trace block wrote {number} at denoise.hook_accepted_length; a verify step takes 1 to "
+            f"{draft.shape[1]} tokens.",
+            HookFunctionError,
+        )
+        taken = range(block.start + 1, block.start + 1 + number)
         left = canvas.clone()
         left[:, taken.start :] = state.mask_id
         left[:, taken.start : taken.stop] = best[:, : len(taken)]
@@ -210,19 +219,7 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
             ReadOnlyHookError,
         )
         state.end_step(run.cut(left))
-
-
-def _accepted(state: State, draft: Int[Tensor, "1 block"], best: Int[Tensor, "1 block"]) -> int:
-    """How many of the tokens `best` are taken: those that agree with the draft one place later, and one more."""
-    agreed = (best[:, :-1] == draft[:, 1:]).long().cumprod(dim=1).sum(dim=1) + 1
-    taken = int(state.through("hook_accepted_length", agreed)[0])
-    require(
-        1 <= taken <= draft.shape[1],
-        f"a hook or trace block wrote {taken} at denoise.hook_accepted_length; a verify step takes 1 to "
-        f"{draft.shape[1]} tokens.",
-        HookFunctionError,
-    )
-    return taken
+        return number
 
 
 @dataclass(frozen=True)
@@ -260,18 +257,13 @@ class NemotronDllmSettings(CompleteBlocks):
         for block in self.block_ranges(state.prompt_length):
             masked = run.masked(state.canvas, block).sum(dim=1)
             for counts in decisions.even_schedule(masked, self.denoising_steps):
-                yield from run.fill("denoise", block, partial(_best, counts, None), by_entropy=self.neg_entropy)
+                yield from run.fill(
+                    "denoise",
+                    block,
+                    partial(decisions.most_confident, counts=counts, threshold=None),
+                    by_entropy=self.neg_entropy,
+                )
             yield from run.read("commit", block, seeds=False)
-
-
-def _best(
-    counts: Sequence[int],
-    threshold: float | None,
-    confidence: Float[Tensor, "batch pos"],
-    block: Bool[Tensor, "batch pos"],
-) -> Bool[Tensor, "batch pos"]:
-    """The most confident `counts` of each row, and all that reach `threshold`."""
-    return decisions.most_confident(confidence, counts, threshold, block)
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:

@@ -101,32 +101,29 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
         CheckpointError,
     )
     if FAMILIES.get(new.name) != new:
-        _validate(new)
+        require(
+            not isinstance(new.model_types, str) and new.model_types,
+            f"model_types must be a tuple of names, such as ('newdlm',); got {new.model_types!r}.",
+            CheckpointError,
+        )
+        try:
+            find_sampler(new.sampler)
+        except SettingError as error:
+            raise CheckpointError(f"{error} Add one with sinklens.families.register.") from error
+        require(
+            new.name not in FAMILIES,
+            f"a family called {new.name!r} already exists with another record; choose another name, or start a new "
+            f"process to change the record.",
+            CheckpointError,
+        )
+        for key, names in (("model_type", new.model_types), ("architectures", new.classes)):
+            for name in names:
+                if taken := next(_named_by(key, name), None):
+                    raise CheckpointError(
+                        f"{key} {name!r} already belongs to the family {taken.name!r}. Use another one in your "
+                        f"config.json."
+                    )
     FAMILIES[new.name], ARCHITECTURES[new.architecture] = new, placed
-
-
-def _validate(family: Family) -> None:
-    require(
-        not isinstance(family.model_types, str) and family.model_types,
-        f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.",
-        CheckpointError,
-    )
-    try:
-        find_sampler(family.sampler)
-    except SettingError as error:
-        raise CheckpointError(f"{error} Add one with sinklens.families.register.") from error
-    require(
-        family.name not in FAMILIES,
-        f"a family called {family.name!r} already exists with another record; choose another name, or start a new "
-        f"process to change the record.",
-        CheckpointError,
-    )
-    for key, names in (("model_type", family.model_types), ("architectures", family.classes)):
-        for name in names:
-            if taken := next(_named_by(key, name), None):
-                raise CheckpointError(
-                    f"{key} {name!r} already belongs to the family {taken.name!r}. Use another one in your config.json."
-                )
 
 
 def register_installed() -> None:

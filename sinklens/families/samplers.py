@@ -146,13 +146,12 @@ def settings_for(model: Any, given: Mapping[str, Any]) -> Sampler:
     sampler = find_sampler(name)
     if why := misfit(sampler, model):
         raise SettingError(f"the {name} sampler {why}; choose one of {', '.join(fitting(model))}.")
-    defaults = model.checkpoint.defaults
-    if name != family.sampler:
-        defaults = {key: value for key, value in defaults.items() if key in sampler.settings()}
+    own, known = name == family.sampler, sampler.settings()
+    defaults = {key: value for key, value in model.checkpoint.defaults.items() if own or key in known}
     chosen = {key: value for key, value in given.items() if key not in ("sampler", "mode")}
     if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
         chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
-    if family.block_causal and "block_length" in sampler.settings():
+    if family.block_causal and "block_length" in known:
         given_length, length = chosen.get("block_length"), model.checkpoint.blocks.length
         require(
             given_length in (None, length),

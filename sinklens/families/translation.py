@@ -7,15 +7,14 @@ forward pass and are dropped.
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families.base import FAMILY_KEY, Family
 from sinklens.hooks.attention import normalizers as weighing
 from sinklens.utils.progress import transformers_output
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 POSITIVE = {
     "rope_theta": 500000.0, "rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-5, "final_logit_softcapping": 30.0,
@@ -75,7 +74,15 @@ def translate(config: dict[str, Any], family: Family, file: str) -> "PreTrainedC
     made.is_causal = None if family.class_attention else family.causal
     _check_defaults(config, made, family, file)
     _check_layers(made, family, file)
-    _check_experts(made, file)
+    chosen, experts = getattr(made, "num_experts_per_tok", None), getattr(made, "num_local_experts", None)
+    groups, allowed = getattr(made, "n_group", None) or 1, getattr(made, "topk_group", None) or 1
+    fits = chosen is None or experts is None or chosen <= allowed * (experts // groups)
+    require(
+        fits and not (experts or 0) % groups and allowed <= groups,
+        f"{file}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
+        f"{allowed} of n_group = {groups} groups, which is impossible.",
+        CheckpointError,
+    )
     return made
 
 
@@ -142,19 +149,6 @@ def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
         )
 
 
-def _check_experts(made: "PreTrainedConfig", where: str) -> None:
-    """Check that a token can be given to as many experts as the config says, of as many groups."""
-    chosen, experts = getattr(made, "num_experts_per_tok", None), getattr(made, "num_local_experts", None)
-    groups, allowed = getattr(made, "n_group", None) or 1, getattr(made, "topk_group", None) or 1
-    fits = chosen is None or experts is None or chosen <= allowed * (experts // groups)
-    require(
-        fits and not (experts or 0) % groups and allowed <= groups,
-        f"{where}: config.json has num_experts_per_tok = {chosen} of num_experts = {experts} in topk_group = "
-        f"{allowed} of n_group = {groups} groups, which is impossible.",
-        CheckpointError,
-    )
-
-
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:
     """Check that the family and the hook points can express a config.
 
@@ -197,7 +191,12 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
         f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.",
         CheckpointError,
     )
-    _check_numbers(config, where)
+    for key, path, value in _entries(config):
+        allowed, kind = RULES.get(key, (lambda _: True, ""))
+        small = kind.partition(", at most")[0] if not _number(value) else kind
+        require(
+            allowed(value), f"{where}: config.json has {path} = {value!r:.200}; it must be {small}.", CheckpointError
+        )
     if family.convert is not None:
         return family.convert(config)
     dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype", "return_dict")
@@ -241,16 +240,6 @@ SHAPING = (
     "activation_function", "rope_type", "rope_scaling", "rope_parameters",
 )  # fmt: skip
 """Keys on which names and shapes of weights depend, or whether a model can be built."""
-
-
-def _check_numbers(config: dict[str, Any], where: str) -> None:
-    """Check the type and range of each value in all parts of a config; more would take hours, or all memory."""
-    for key, path, value in _entries(config):
-        allowed, kind = RULES.get(key, (lambda _: True, ""))
-        small = kind.partition(", at most")[0] if not _number(value) else kind
-        require(
-            allowed(value), f"{where}: config.json has {path} = {value!r:.200}; it must be {small}.", CheckpointError
-        )
 
 
 def _entries(config: dict[str, Any], at: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -14,7 +14,7 @@ look at the losses.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xarray as xr
@@ -25,11 +25,9 @@ from sinklens.features.autoencoder import SAE
 from sinklens.features.places import Scope, ScopeReader, stream_point
 from sinklens.features.splice import SpliceSAE
 from sinklens.interventions import MaskedLogits
+from sinklens.model import Model
 from sinklens.runs import generate
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation
 
 MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -26,13 +26,10 @@ from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs import generate
+from sinklens.runs.result import Generation
 from sinklens.sinks.store import StoredType
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
-
-if TYPE_CHECKING:
-    from sinklens.runs.result import Generation
-
 
 Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 """What was kept at a point, by step: the rows, columns and activations of the places."""

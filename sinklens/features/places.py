@@ -11,7 +11,6 @@ cover every position.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,12 +21,10 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
 from sinklens.interventions.rules import Chooser, Moment, OfKind, Rule
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, Reader, RunContext
+from sinklens.runs.result import Generation
 from sinklens.sinks.kinds import STATES, state_codes
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 NAMED = {"all": STATES, "decided": ("prompt", "committed")}
 Scope = str | Sequence[str]

@@ -24,7 +24,7 @@ for large models.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +36,9 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.runs.intervention import place_mask, within
-from sinklens.runs.result import require_run
+from sinklens.runs.result import Generation, require_run
+from sinklens.sinks import Detector
 from sinklens.sinks.kinds import STATES
-
-if TYPE_CHECKING:
-    from sinklens.runs.result import Generation
-    from sinklens.sinks import Detector
 
 
 @dataclass(frozen=True, eq=False)

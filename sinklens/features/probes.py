@@ -231,7 +231,15 @@ def fitted(
     penalty = read_as(Positive, "penalty", penalty)
     x = np.asarray(x, dtype=np.float64)
     if kind == "ridge":
-        return _ridge(x, np.asarray(y, dtype=np.float64), penalty)
+        from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
+
+        return Probe(
+            "ridge",
+            "",
+            *_linear(x, np.asarray(y, dtype=np.float64), Ridge(alpha=penalty)),
+            None,
+            np.zeros((0, x.shape[1])),
+        )
     classes = np.unique(y)
     if len(classes) < 2 or (len(classes) > 2 and kind in ("mass_mean", "difference")):
         raise SettingError(
@@ -280,12 +288,6 @@ def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: Positi
     if len(classes) > 2:
         return weights, bias
     return np.concatenate([np.zeros_like(weights), weights]), np.array([0.0, bias[0]])
-
-
-def _ridge(x: np.ndarray, y: np.ndarray, penalty: Positive) -> Probe:
-    from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
-
-    return Probe("ridge", "", *_linear(x, y, Ridge(alpha=penalty)), None, np.zeros((0, x.shape[1])))
 
 
 def _listed(classes: "np.ndarray | Sequence[Any]") -> str:

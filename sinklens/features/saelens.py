@@ -11,7 +11,7 @@ such an SAE with SAELens, fold its norm, and save it again.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,19 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
     config, weights = read_dictionary(path) if (path / DICTIONARY).is_file() else (_config(path), _weights(path))
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
-    _check_config(about, kind, path)
-    _check_weights(weights, kind, path)
+    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
+        if about.get(name) not in allowed:
+            shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
+            raise CheckpointError(
+                f"{path}: {name}={about[name]!r} is not supported for architecture {kind!r}; only {shown}."
+            )
+    missing = [name for name in READ[kind] if name not in weights]
+    surplus = [name for name in weights if name not in READ[kind]]
+    if missing or surplus:
+        raise CheckpointError(
+            f"{path}: the weights must be {', '.join(READ[kind])} for architecture {kind!r}; missing: "
+            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
+        )
     try:
         sae = SparseAutoencoder(
             **{name: value.float() for name, value in weights.items()},
@@ -96,7 +107,12 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
         )
     except (SettingError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    _check_sizes(config, sae, path)
+    for name in ("d_in", "d_sae"):
+        if config.get(name, getattr(sae, name)) != getattr(sae, name):
+            raise CheckpointError(
+                f"{path}: the config says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
+                f"files belong to different SAEs."
+            )
     return sae.to(device)
 
 
@@ -167,38 +183,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> SAEArchitecture:
     return kind
 
 
-def _check_config(config: Mapping[str, Any], kind: SAEArchitecture, path: Path) -> None:
-    """Refuse values that change what the SAE computes."""
-    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
-        if config.get(name) not in allowed:
-            shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
-            raise CheckpointError(
-                f"{path}: {name}={config[name]!r} is not supported for architecture {kind!r}; only {shown}."
-            )
-
-
-def _check_weights(weights: Collection[str], kind: SAEArchitecture, path: Path) -> None:
-    """Refuse a file that lacks weights or holds others."""
-    missing = [name for name in READ[kind] if name not in weights]
-    surplus = [name for name in weights if name not in READ[kind]]
-    if missing or surplus:
-        raise CheckpointError(
-            f"{path}: the weights must be {', '.join(READ[kind])} for architecture {kind!r}; missing: "
-            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
-        )
-
-
 def _k(config: Mapping[str, Any], path: Path) -> int:
     k = config.get("k", (config.get("activation_fn_kwargs") or {}).get("k"))
     if (number := as_integer(k)) is None:
         raise CheckpointError(f"{path}: architecture 'topk' needs an integer k in its config; got {k!r}.")
     return number
-
-
-def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) -> None:
-    for name in ("d_in", "d_sae"):
-        if config.get(name, getattr(sae, name)) != getattr(sae, name):
-            raise CheckpointError(
-                f"{path}: the config says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
-                f"files belong to different SAEs."
-            )

@@ -14,7 +14,7 @@ other features of the same firing rate.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from sinklens.features.places import InScope, Scope, selected, states_of, stream
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions, Places
 from sinklens.interventions.rules import Rule
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, whole_numbers
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 ChosenFeatures = Sequence[int] | Mapping[int, float]
 

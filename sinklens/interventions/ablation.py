@@ -11,21 +11,19 @@ level may matter at another: compare the effect by step, under replay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.utils.arguments import Seed
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
@@ -107,7 +105,14 @@ class Ablate(AtPositions):
     ) -> Tensor:
         """The mean of the row's positions, or a sample of the reference at each."""
         if not samples:
-            real = _all_real(hook, value.shape[1]).to(value)
+            real, computed = hook.forward_pass.real, hook.forward_pass.computed
+            left = None if computed is None else real & ~computed.to(real.device)
+            require(
+                value.shape[1] >= real.shape[1] and (left is None or not bool(left.any())),
+                f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes "
+                f"only some of them; pass reference=donors(model, prompts, names), or run without a cache.",
+            )
+            real = real.to(value)
             weights = real / real.sum(dim=1, keepdim=True)
             return torch.einsum("bp,bp...->b...", weights, value)[:, None].expand_as(value)
         pool, first = samples[layer_of(hook)], hook.forward_pass.first(value.shape[1])
@@ -155,19 +160,3 @@ def SkipLayers(part: Literal["layer", "attn", "mlp"] = "layer", **places: Any) -
     """
     require(part in PARTS, f"part must be one of {', '.join(PARTS)}; got {part!r}.")
     return Ablate(point=PARTS[part], by="skip" if part == "layer" else "zero", **places)
-
-
-def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
-    """The real positions of the canvas, if a pass computes all of them.
-
-    Raises:
-        SettingError: it does not.
-    """
-    real, computed = hook.forward_pass.real, hook.forward_pass.computed
-    left = None if computed is None else real & ~computed.to(real.device)
-    require(
-        queries >= real.shape[1] and (left is None or not bool(left.any())),
-        f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
-        f"some of them; pass reference=donors(model, prompts, names), or run without a cache.",
-    )
-    return real

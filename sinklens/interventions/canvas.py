@@ -6,7 +6,7 @@ the answer then reports them (`Answer.masks`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,10 +15,8 @@ from torch import Tensor
 from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
+from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 ACCEPTED = "denoise.hook_accepted"
 CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."

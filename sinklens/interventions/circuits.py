@@ -13,7 +13,7 @@ Pitfall: the norm of a receiver is computed on x', so a missing edge also rescal
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from torch import Tensor
 from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.paths import Changes, Receiver, Sender, named, receivers_of, refuse_indirect, senders_of
+from sinklens.model import Model
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 AXES = ("step", "sender", "receiver", "pos")
 

@@ -9,7 +9,7 @@ Limitation: exact matching needs many donors. A position without one is an error
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,13 +20,11 @@ from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.interventions.scores import kinds_now, states_now
+from sinklens.model import Model
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of
 from sinklens.sinks.kinds import Kind, PlaceState
 from sinklens.utils.arguments import Seed
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 CODES: dict[str, Any] = {"state": PlaceState, "kind": Kind}
 MATCHED = ("step", "state", "position", "kind")
@@ -107,22 +105,19 @@ class Draws:
         layer = layer_of(hook) if name.startswith("blocks.") else -1
         noise = random_places(self._run, hook, self._seed, layer + 1)
         for row, column in wanted.nonzero().tolist():
-            samples = self._matching(row, column, step)
+            label = tuple(self._labels[row, column].tolist())
+            if label not in self._samples:
+                named = zip(self._match, label, strict=True)
+                shown = ", ".join(
+                    f"{name} {CODES[name](code).name.lower() if name in CODES else code}" for name, code in named
+                )
+                raise SettingError(
+                    f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from "
+                    f"more prompts, or match fewer of {', '.join(MATCHED)}."
+                )
+            samples = self._samples[label]
             new[row, column] = source[samples[int(noise[row, column] * len(samples))]].to(new)
         return new
-
-    def _matching(self, row: int, column: int, step: int) -> list[int]:
-        label = tuple(self._labels[row, column].tolist())
-        if label not in self._samples:
-            named = zip(self._match, label, strict=True)
-            shown = ", ".join(
-                f"{name} {CODES[name](code).name.lower() if name in CODES else code}" for name, code in named
-            )
-            raise SettingError(
-                f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from more "
-                f"prompts, or match fewer of {', '.join(MATCHED)}."
-            )
-        return self._samples[label]
 
 
 def random_places(run: RunContext, hook: Point, seed: int, *place: int) -> Float[Tensor, "batch pos"]:

@@ -5,7 +5,7 @@ same positions are masked; `sinklens.experiments.compare` aligns them.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,10 +13,8 @@ from torch import Tensor
 
 from sinklens.errors import require
 from sinklens.hooks.points import Point
+from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,7 +18,7 @@ whose pattern was all zero at step t − 1 has no strongest key, so none of its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,12 +30,10 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys, head_mask
+from sinklens.model import Model
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Pairs, RunContext, within
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation
 
 Distance = Annotated[int, Ge(0)]
 POINT = "attn.hook_attn_mask"

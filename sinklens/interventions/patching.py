@@ -17,7 +17,7 @@ Limitation: prompts of different lengths have different positions. Patching betw
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -29,12 +29,10 @@ from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads
+from sinklens.model import Model
 from sinklens.runs.caches import chosen_points, require_columns
 from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers, within
 from sinklens.utils.integers import as_integer
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

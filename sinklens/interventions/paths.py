@@ -22,7 +22,7 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,11 +32,9 @@ from sinklens.errors import SettingError, require
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
+from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext
 from sinklens.sinks.strongest import as_tuple
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 ResidualStream = Float[Tensor, "batch pos d_model"]
 SENDERS = "'embed', 'L1H3' (head 3 of layer 1) or '1_mlp_out'"
@@ -290,7 +288,14 @@ class PathPatch(AtPositions):
         labels = dict.fromkeys(as_tuple(self.sender))
         senders = sorted(named(senders_of(model), labels), key=lambda one: one.depth)
         receivers = named(receivers_of(model), as_tuple(self.receiver))
-        _check_order(senders, receivers, model)
+        refuse_indirect(model, "PathPatch")
+        for sender in senders:
+            for receiver in receivers:
+                require(
+                    sender.depth < receiver.depth,
+                    f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
+                    f"after it, or an earlier sender.",
+                )
         every = torch.ones(len(senders), len(receivers), 1, dtype=torch.bool)
         changes, sends = Changes(model, senders, receivers, lambda step: every), list[Any]()
         for one in senders:
@@ -300,18 +305,6 @@ class PathPatch(AtPositions):
             ).hooks_for(model, run)  # fmt: skip
             sends += [(at, changes.sending(one, hook) if at == one.point else hook) for at, hook in patch]
         return changes.around(sends)
-
-
-def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:
-    """Reject paths that do not exist."""
-    refuse_indirect(model, "PathPatch")
-    for sender in senders:
-        for receiver in receivers:
-            require(
-                sender.depth < receiver.depth,
-                f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
-                f"after it, or an earlier sender.",
-            )
 
 
 def keeps(values: dict[str, Tensor]) -> HookFunction:

@@ -13,7 +13,7 @@ Compare with `FreezePattern`, which repeats the complete rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,11 +24,9 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
 from sinklens.interventions.places import AtPositions
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, within
 from sinklens.utils.arguments import Count
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 PATTERN = "attn.hook_pattern"
 

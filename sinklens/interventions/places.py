@@ -12,7 +12,7 @@ Limitation: in a single pass there are no steps, so only arrays and ``positions=
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,6 +24,7 @@ from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.rules import Moment, Positions, Rule, StepPlaces, Where, as_rule
 from sinklens.interventions.scores import StepScores
+from sinklens.model import Model
 from sinklens.runs.choices import Choice
 from sinklens.runs.intervention import (
     Canvas,
@@ -36,9 +37,6 @@ from sinklens.runs.intervention import (
     whole_numbers,
     within,
 )
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 Reach = Literal["newest", "each", "all"]
 Edit = Callable[[Tensor, Point], Tensor | None]

@@ -17,7 +17,7 @@ neither does its complement. A key that another intervention hides receives no a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +39,14 @@ from sinklens.interventions.scores import (
     of_kind,
     recorded,
 )
+from sinklens.model import Model
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
+from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
 from sinklens.sinks.strongest import as_tuple, check_only
 from sinklens.sinks.track import SinkTrack, require_detector
 from sinklens.utils.arguments import Seed, Share, check_arguments
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
 

@@ -9,7 +9,7 @@ scores or to the pattern. List interventions on the mask before this one.
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from sinklens.hooks.attention.normalizers import normalizer_of
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
+from sinklens.sinks.detectors import Detector
 from sinklens.sinks.kinds import PlaceState, kind_codes, kinds_of_tokens, state_codes
 from sinklens.sinks.strongest import in_only, needs_text
 from sinklens.sinks.track import SinkTrack, build_track
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.sinks.detectors import Detector
 
 
 class ScoredStep(NamedTuple):
@@ -182,9 +180,7 @@ def detected(
         SettingError: the detector needs more than scores, and there is no recorded track.
     """
     values = scores.float()[:, None].cpu().numpy()
-    track = seen.track
-    if track is None:
-        track = _track_of(values, run, canvas)
+    track = _track_of(values, run, canvas) if seen.track is None else seen.track
     try:
         found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
     except TrackError as error:

@@ -12,7 +12,7 @@ norm.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -20,10 +20,8 @@ from torch import Tensor
 from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 StreamPoint = Literal["hook_resid_pre", "hook_resid_mid", "hook_resid_post"]
 SteerMode = Literal["add", "project_out", "set"]
@@ -70,7 +68,13 @@ class Steer(AtPositions):
     point: StreamPoint | None = None
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        layers, directions = self.chosen_layers(model), self._of_layers(model)
+        given = self.direction.values if isinstance(self.direction, Directions) else self.direction
+        sizes = [model.cfg.n_layers, model.cfg.d_model]
+        require(
+            list(given.shape) in (sizes, sizes[1:]),
+            f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.",
+        )
+        layers, directions = self.chosen_layers(model), given.detach().float().expand(*sizes)
         norms = directions.norm(dim=-1, keepdim=True)
         require(
             self.mode == "add" or not bool((norms[layers] == 0).any()),
@@ -88,13 +92,3 @@ class Steer(AtPositions):
 
         usual = self.direction.point if isinstance(self.direction, Directions) else "hook_resid_pre"
         return self.edits(model, run, self.point or usual, steered)
-
-    def _of_layers(self, model: "Model") -> Float[Tensor, "layer d_model"]:
-        """The direction at each layer."""
-        given = self.direction.values if isinstance(self.direction, Directions) else self.direction
-        sizes = [model.cfg.n_layers, model.cfg.d_model]
-        require(
-            list(given.shape) in (sizes, sizes[1:]),
-            f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.",
-        )
-        return given.detach().float().expand(*sizes)

@@ -11,7 +11,7 @@ Pitfall: attention is unchanged only in the layer itself. The changed outputs ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,11 +22,9 @@ from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import MATCHED, Donors, Draws
 from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
 from sinklens.utils.arguments import Seed
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

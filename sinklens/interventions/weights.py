@@ -18,17 +18,15 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinklens.errors import require
 from sinklens.hooks.offload import form_of
+from sinklens.model import Model
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 
 class WeightMatrix(NamedTuple):

@@ -133,11 +133,8 @@ FROM = Field("from_step", "step", "the step that is kept; it acts in all later s
 
 def _places(chip: Mapping[str, Any]) -> dict[str, Any]:
     """``layers=``, ``heads=`` and ``steps=`` of a chip, without those that it does not restrict."""
-    found: dict[str, Any] = {}
-    if chip.get("layer") is not None:
-        found["layers"] = [chip["layer"]]
-    if chip.get("head") is not None:
-        found["heads"] = [chip["head"]]
+    single = {"layers": chip.get("layer"), "heads": chip.get("head")}
+    found: dict[str, Any] = {name: [value] for name, value in single.items() if value is not None}
     if chip.get("heads") is not None:
         found["heads"] = chip["heads"]
     if chip.get("steps") is not None:

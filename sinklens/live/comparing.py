@@ -9,7 +9,7 @@ consequences. So it is also measured on the canvases of the first run, where eac
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from sinklens.live.execution import repeat
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.problems import stated_number
 from sinklens.live.spec import RunSpec
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
+from sinklens.model import Model
 
 ROOM = 512_000_000  # bytes of logits kept for one comparison
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,13 @@ from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
 from sinklens.live.thread import RunCancelled, Stop
+from sinklens.model import Model
 from sinklens.runs import Generation
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest
+from sinklens.sampling.state import State
 from sinklens.sinks import Record
 from sinklens.views.html import visible
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.sampling.state import State
 
 CONFIDENCE = "denoise.hook_confidence"
 STRONGEST = 3  # keys of each head that a step reports

@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklens.errors import SettingError
 from sinklens.families import SAMPLERS, settings_for
 from sinklens.families.samplers import fitting
 from sinklens.live.chips import CHIPS
 from sinklens.live.refusal import require
+from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.sampling import POLICIES
 from sinklens.utils.arguments import Argument, arguments
 from sinklens.views.html import visible
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 Form = dict[str, Any]
 

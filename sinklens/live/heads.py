@@ -155,9 +155,8 @@ class HeadTrial:
         changed = run.result()
         base = self._outcome.canvas[-1, self._outcome.prompt_length :]
         for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :].numpy(), strict=True):
-            right = None
-            if self._spec.task is not None:
-                right = problems.right(*self._spec.task, answer, ids[ids >= 0].tolist(), self._model.eos_token_ids)
+            kept, task = ids[ids >= 0].tolist(), self._spec.task
+            right = None if task is None else problems.right(*task, answer, kept, self._model.eos_token_ids)
             differs = (ids != base)[(ids >= 0) | (base >= 0)]
             same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
             yield {

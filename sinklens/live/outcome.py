@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +13,10 @@ from sinklens.families.registry import find_sampler
 from sinklens.hooks.forward_pass import MODES, PassKind
 from sinklens.live.chips import is_index
 from sinklens.live.refusal import Refused, require
+from sinklens.model import Model
 from sinklens.runs import Answer, Generation
 from sinklens.sampling import as_policy
 from sinklens.sinks import SinkTrack, build_track
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 ARRAYS = ("canvas", "undecided", "committed", "unmask_step", "real", "score")
 LARGE = 64_000_000  # bytes of scores above which they are kept in float16

@@ -7,7 +7,7 @@ that were cached before them.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +20,12 @@ from sinklens.live.execution import confidence_hooks, repeat, texts
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
+from sinklens.model import Model
 from sinklens.runs import Generation
 from sinklens.sinks import Record
 from sinklens.views.patterns import patterns_at
 from sinklens.views.report import build
 from sinklens.views.report_data import Material
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 LISTED = 10  # proposals of a position
 

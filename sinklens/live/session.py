@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklens.errors import SinklensError
 from sinklens.live import problems
@@ -25,11 +25,9 @@ from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import MOST_REPLAYS, RunSpec, read_request
 from sinklens.live.thread import ModelThread, reason
+from sinklens.model import Model
 from sinklens.runs import Generation
 from sinklens.utils.escaping import say
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 MOST_KEPT = 500  # runs of a lab without --keep
 

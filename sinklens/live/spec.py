@@ -117,7 +117,9 @@ class RunSpec:
         )
         require(read.model != "", "model must be a short text.")
         require((found["replay"] is None) == (found["replayed"] is None), "a replay needs the run that it replays.")
-        _known_settings(read)
+        samplers = list(SAMPLERS.values()) if read.sampler is None else [find_sampler(read.sampler)]
+        unknown = set(read.settings).difference(*(one.settings() for one in samplers))
+        require(not unknown, f"no such setting: {str(sorted(unknown)[:1])[1:-1]:.40}.")
         return replace(
             read,
             task=None if task is None else _task(task),
@@ -208,18 +210,6 @@ def _problem(given: Any) -> tuple[str, int] | None:
     valid = isinstance(given, dict) and isinstance(given.get("task"), str) and is_index(given.get("index"))
     require(valid, "problem must be {task: name, index: number}.")
     return given["task"], given["index"]
-
-
-def _known_settings(read: RunSpec) -> None:
-    """Refuse names that are not settings of the sampler, or of any if the record does not name it.
-
-    Raises:
-        Refused: a setting is unknown.
-        SettingError: the sampler is.
-    """
-    samplers = list(SAMPLERS.values()) if read.sampler is None else [find_sampler(read.sampler)]
-    unknown = set(read.settings).difference(*(one.settings() for one in samplers))
-    require(not unknown, f"no such setting: {str(sorted(unknown)[:1])[1:-1]:.40}.")
 
 
 def _task(given: Any) -> tuple[str, int]:

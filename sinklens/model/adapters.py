@@ -15,13 +15,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from sinklens.errors import CheckpointError, SinklensError, require
 from sinklens.families import Family
@@ -30,9 +31,6 @@ from sinklens.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Weights, renam
 from sinklens.model.packing import Place, joined_shape, stored_places
 from sinklens.utils.arguments import Count, Positive, read_as
 from sinklens.utils.documents import read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _READ = (
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",

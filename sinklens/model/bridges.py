@@ -4,16 +4,13 @@ A bridge replaces modules inside its model, so the weights go into a fresh shell
 them. Bridges over other code than transformers' (native models, code of a checkpoint) are refused.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sinklens.errors import CheckpointError, require
 from sinklens.model import files
 from sinklens.model.loading import Checkpoint, build_empty, from_pretrained_model
-
-if TYPE_CHECKING:
-    pass
 
 
 def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:

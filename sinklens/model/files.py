@@ -262,12 +262,8 @@ def check_weights(weights: Weights, expected: dict[str, tuple[int, ...]], tied: 
         for name, shape in weights.shapes.items()
         if name in expected and shape != expected[name]
     ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} weights are missing ({', '.join(missing[:4])})")
-    if unexpected:
-        problems.append(f"{len(unexpected)} weights have no place in the model ({', '.join(unexpected[:4])})")
-    problems += shapes[:4]
+    both = ((missing, "are missing"), (unexpected, "have no place in the model"))
+    problems = [f"{len(names)} weights {what} ({', '.join(names[:4])})" for names, what in both if names] + shapes[:4]
     if problems:
         found = "; ".join(problems)
         raise CheckpointError(f"{where}: {found}. Nothing was loaded; check that config and weights match.")

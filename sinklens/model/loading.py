@@ -11,15 +11,16 @@ Silent failure that is refused: transformers' own `generate` decodes any model f
 trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 from annotated_types import Ge
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, require, warn_caller
 from sinklens.families import FAMILIES, Family, identify, translate
@@ -36,9 +37,6 @@ from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
 from sinklens.utils.arguments import Count, check_arguments, read_as
 from sinklens.utils.documents import parse_json, read_json, read_text
 from sinklens.utils.progress import transformers_output
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -211,9 +209,8 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
         f"{place}: an adapter cannot be merged into quantized weights; load them unquantized.",
         CheckpointError,
     )
-    device_map = request.device_map
-    if device_map is None and (quantized or device.type != "cpu"):
-        device_map = {"": device}
+    placed = request.device_map is not None or not (quantized or device.type != "cpu")
+    device_map = request.device_map if placed else {"": device}
     read_to = partial(read, folder, family, config, dtype=dtype, device_map=device_map, attention=attention.NAME)
     with transformers_output(bars=weights.parameters >= SMALL):
         hf = quantization.read_quantized(read_to, config, packed, request.quantization) if quantized else read_to()
@@ -300,8 +297,13 @@ def prepare(
 
     vocabulary = hf.config.get_text_config().vocab_size
     mask = _mask_token(raw, tokenizer, family, vocabulary, name)  # first: a rejected model stays unchanged
-    undo = ExitStack()
-    undo.callback(_restorer(hf))
+    undo = ExitStack()  # sets the mode, config and causal flags back to what they are now
+    for module in hf.modules():
+        kept = {key: module.__dict__[key] for key in ("training", "is_causal") if key in module.__dict__}
+        undo.callback(module.__dict__.update, kept)
+    for config in {id(module.config): module.config for module in hf.modules() if hasattr(module, "config")}.values():
+        undo.callback(config.__dict__.update, dict(config.__dict__))
+        undo.callback(config.__dict__.clear)  # called first
     hf.eval()
     hf.config.is_causal = None if family.class_attention else family.causal
     write(hf.config, blocks)
@@ -315,28 +317,17 @@ def prepare(
             module.is_causal = family.causal
     if not family.causal:
         _refuse_decoding(hf, name, undo)
-    ends = _end_tokens(hf, tokenizer, raw)
+    generation = getattr(hf, "generation_config", None)
+    named = (
+        getattr(generation, "eos_token_id", None),
+        raw.get("eos_token_id"),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    end = next((one for one in named if one is not None), ())
+    ends = tuple(end) if isinstance(end, list | tuple) else (end,)
     chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
     refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
     return Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
-
-
-def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
-    """A function that sets the model's mode, config and causal flags back to what they are now."""
-    modules = [(module, module.training, module.__dict__.get("is_causal")) for module in hf.modules()]
-    configs = {id(module.config): module.config for module in hf.modules() if hasattr(module, "config")}
-    settings = [(config, dict(config.__dict__)) for config in configs.values()]
-
-    def restore() -> None:
-        for module, training, is_causal in modules:
-            module.training = training
-            if is_causal is not None:
-                module.is_causal = is_causal
-        for config, values in settings:
-            config.__dict__.clear()
-            config.__dict__.update(values)
-
-    return restore
 
 
 def _refuse_decoding(hf: "PreTrainedModel", name: str, undo: ExitStack) -> None:
@@ -507,20 +498,6 @@ def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizer
             f"sinklens.load(..., tokenizer=...)."
         ) from error
     return found
-
-
-def _end_tokens(
-    hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", raw: dict[str, Any]
-) -> tuple[int, ...]:
-    """End-of-sequence tokens: the generation config's, else the config's, else the tokenizer's."""
-    generation = getattr(hf, "generation_config", None)
-    named = (
-        getattr(generation, "eos_token_id", None),
-        raw.get("eos_token_id"),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    end = next((one for one in named if one is not None), ())
-    return tuple(end) if isinstance(end, list | tuple) else (end,)
 
 
 def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinklens.errors import CheckpointError, SelfCheckError, require
 from sinklens.families import Family
@@ -41,10 +42,6 @@ from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
 from sinklens.utils.arguments import Count
 from sinklens.utils.memory import collection_paused
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 
 NOT_FINGERPRINTED = (
     "transformers_version",
@@ -388,8 +385,6 @@ def _checkpoint_of(
     loaded: Any, tokenizer: Any, family: str | None, block_length: int | None, mask_token_id: int | None
 ) -> Checkpoint:
     """The checkpoint of a model that is already loaded."""
-    from transformers import PreTrainedModel
-
     if isinstance(loaded, PreTrainedModel):
         require(
             loaded.tp_size is None,

@@ -15,12 +15,11 @@ Limitation: this module restates what transformers does and is not derived from 
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
 
 from sinklens.families import Family
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 

@@ -89,7 +89,13 @@ class PromptReader:
         given = self.read(prompt, chat_template, prepend_bos)
         if _unmarked(prompt):
             self._refuse_padding(given.ids.flip(1), "end", lone=given.ids.shape[1] + 1)
-        self._refuse_tokens(given)
+        for token, what in self.refused.items():
+            places = ((given.ids == token) & given.real).nonzero().tolist()
+            if places:
+                raise PromptError(
+                    f"prompt {places[0][0]} contains the {what} token ({token}) at position {places[0][1]}, but "
+                    f"sinklens reads text only; pass a prompt without {what}s."
+                )
         starts = given.real[:, :1].long().sum(dim=1) + (given.real.long().diff(dim=1) == 1).sum(dim=1)
         scattered = (starts > 1) | ((starts == 0) & (not self.unconditional))
         if bool(scattered.any()):
@@ -138,7 +144,18 @@ class PromptReader:
         if isinstance(prompt, Encoded):
             ids, mask = prompt
         elif isinstance(prompt, Mapping):
-            _check_keys(prompt)
+            known = ("input_ids", "attention_mask", *UNUSED)
+            for key in prompt:
+                require(
+                    key in known,
+                    f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}",
+                    PromptError,
+                )
+            require(
+                "input_ids" in prompt,
+                f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.",
+                PromptError,
+            )
             ids, mask = prompt["input_ids"], prompt.get("attention_mask")
         if mask is None and isinstance(ids, PaddedIds):
             require(
@@ -202,16 +219,6 @@ class PromptReader:
             f"Do they come from another tokenizer?",
             PromptError,
         )
-
-    def _refuse_tokens(self, given: Encoded) -> None:
-        """Reject a prompt with tokens that stand for something other than text."""
-        for token, what in self.refused.items():
-            places = ((given.ids == token) & given.real).nonzero().tolist()
-            if places:
-                raise PromptError(
-                    f"prompt {places[0][0]} contains the {what} token ({token}) at position {places[0][1]}, but "
-                    f"sinklens reads text only; pass a prompt without {what}s."
-                )
 
     def _refuse_padding(self, ids: Int[Tensor, "batch pos"], side: str, lone: int) -> None:
         """Reject rows that look padded: their counts of leading padding tokens differ, or are all `lone` or more."""
@@ -353,21 +360,6 @@ def _texts(prompt: Any) -> list[str] | None:
     texts = [prompt] if isinstance(prompt, str) else prompt
     is_text = isinstance(texts, Sequence) and len(texts) and all(isinstance(text, str) for text in texts)
     return list(texts) if is_text else None
-
-
-def _check_keys(prompt: Mapping[str, Any]) -> None:
-    known = ("input_ids", "attention_mask", *UNUSED)
-    for key in prompt:
-        require(
-            key in known,
-            f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}",
-            PromptError,
-        )
-    require(
-        "input_ids" in prompt,
-        f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.",
-        PromptError,
-    )
 
 
 def _rows(given: Any, empty: bool = False) -> list[list[int]]:

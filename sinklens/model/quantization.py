@@ -8,31 +8,18 @@ Silent failure that is refused: a quantizer that finds none of its layers leaves
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinklens.errors import CheckpointError, nearest, require
 from sinklens.families import Family
 from sinklens.model.files import rename
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
 METHODS = ("bnb-int8", "bnb-nf4")
 LIBRARY = "bitsandbytes"
 NAMES_OF_MODULES = ("modules_to_not_convert", "llm_int8_skip_modules")
-
-
-def config_for(wanted: Any, dtype: torch.dtype) -> Any:
-    """transformers' quantization config for the argument ``quantization`` of `sinklens.load`."""
-    import transformers
-
-    named: dict[str, dict[str, Any]] = {
-        "bnb-int8": {"load_in_8bit": True},
-        "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
-    }
-    return transformers.BitsAndBytesConfig(**named[wanted]) if isinstance(wanted, str) else wanted
 
 
 def check_library(config: Any, where: str) -> None:
@@ -123,7 +110,13 @@ def read_quantized(
     try:
         if packed is not None:
             config.quantization_config = packed
-        hf = read_to(quantization=None if wanted is None else config_for(wanted, read_to.keywords["dtype"]))
+        if isinstance(wanted, str):
+            from transformers import BitsAndBytesConfig
+
+            four_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": read_to.keywords["dtype"]}
+            options = {"load_in_8bit": True} if wanted == "bnb-int8" else {"load_in_4bit": True} | four_bits
+            wanted = BitsAndBytesConfig(**options)
+        hf = read_to(quantization=wanted)
     except (ImportError, RuntimeError, ValueError, KeyError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

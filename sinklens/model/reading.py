@@ -9,17 +9,15 @@ back when it needs room.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinklens.errors import CheckpointError, require
 from sinklens.families import Family
 from sinklens.model import files
 from sinklens.model.packing import class_for
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 DeviceMap = str | dict[str, int | str | torch.device]
 SMALL = 1_000_000_000  # parameters; smaller models run in float32 without a GPU, and load without a progress bar

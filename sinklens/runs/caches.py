@@ -5,18 +5,16 @@ Limitation: a cache keeps a copy of every value on the device; a complete run of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
+from sinklens.hooks.spellings import HookCache
+from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, Reader, RunContext, within
-
-if TYPE_CHECKING:
-    from sinklens.hooks.spellings import HookCache
-    from sinklens.model import Model
 
 
 @dataclass(kw_only=True, eq=False)

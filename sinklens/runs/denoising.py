@@ -227,12 +227,10 @@ class Denoising:
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
         masks = int((undecided & (ids >= 0)).sum())
-        ids = ids[ids >= 0]
+        ids, tokenizer = ids[ids >= 0], self.model.tokenizer
         ends = among(ids, self.model.eos_token_ids).nonzero()
         kept = ids[: int(ends[0])] if len(ends) else ids
-        text = None
-        if self.model.tokenizer is not None:
-            text = str(self.model.tokenizer.decode(kept.tolist(), skip_special_tokens=False))
+        text = None if tokenizer is None else str(tokenizer.decode(kept.tolist(), skip_special_tokens=False))
         return Answer(text, bool(len(ends)), len(kept), masks)
 
     def _track(self, trajectory: Trajectory) -> SinkTrack | None:
@@ -286,22 +284,26 @@ class Denoising:
         self._described = len(self._vocabulary)
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
-        self._recorder.store.describe(self._provenance() | words, {"is_real": real, **run_arrays})
-
-    def _provenance(self) -> dict[str, Any]:
         varies = self.model.tree.changes_attention and not self.settings.left_to_right
-        return {
-            "model": self.model.name,
-            "revision": self.model.checkpoint.revision or "",
-            "family": self.model.family,
-            "causal": int(self.settings.left_to_right),
-            "block_length": self.settings.positions_per_block if varies else self.model.block_length or 0,
-            "attention": normalizer_name(self.model.config),
-            "sampler": self.settings.name,
-            "settings": self._settings_text(),
-            "seed": self.request.seed,
-            "prompt_length": self.state.prompt_length,
-            "dtype": str(self.model.cfg.dtype),
-            "device": str(self.model.cfg.device),
-            "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-        } | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
+        self._recorder.store.describe(
+            (
+                {
+                    "model": self.model.name,
+                    "revision": self.model.checkpoint.revision or "",
+                    "family": self.model.family,
+                    "causal": int(self.settings.left_to_right),
+                    "block_length": self.settings.positions_per_block if varies else self.model.block_length or 0,
+                    "attention": normalizer_name(self.model.config),
+                    "sampler": self.settings.name,
+                    "settings": self._settings_text(),
+                    "seed": self.request.seed,
+                    "prompt_length": self.state.prompt_length,
+                    "dtype": str(self.model.cfg.dtype),
+                    "device": str(self.model.cfg.device),
+                    "versions": json.dumps(versions("torch", "transformers", "nnsight")),
+                }
+                | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
+            )
+            | words,
+            {"is_real": real, **run_arrays},
+        )

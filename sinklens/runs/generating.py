@@ -89,7 +89,8 @@ def generate_as(
         return Writing(denoising)
     run = carried_out(denoising)
     tokens = ids_of(run)
-    results = [tokens if _wants_ids(given, return_type) else _texts(run)]
+    texts = isinstance(given, str) or (isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], str))
+    results = [tokens if (return_type == "tokens" or (return_type == "input" and not texts)) else _texts(run)]
     if return_cache:
         results.append(model.run_with_cache(tokens, names_filter=names_filter, device=device)[1])
     if return_input_tokens:
@@ -149,11 +150,6 @@ def _settings(
     if cached is not None and "use_cache" in names:
         chosen["use_cache"] = cached
     return chosen
-
-
-def _wants_ids(given: Any, return_type: str) -> bool:
-    texts = isinstance(given, str) or (isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], str))
-    return return_type == "tokens" or (return_type == "input" and not texts)
 
 
 def _texts(run: Generation) -> str | list[str]:

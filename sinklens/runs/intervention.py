@@ -19,7 +19,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,14 +30,12 @@ from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
+from sinklens.hooks.tree import HookTree
+from sinklens.model import Model
 from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlLog
 from sinklens.utils.arguments import check_arguments
 from sinklens.utils.integers import as_integer
-
-if TYPE_CHECKING:
-    from sinklens.hooks.tree import HookTree
-    from sinklens.model import Model
 
 HookFunction = Callable[..., Any]
 Pairs = list[tuple[str, HookFunction]]

@@ -266,7 +266,8 @@ class Trace(BlockTracer):
                 reverse).
             HookOrderError: called outside the block or after the run.
         """
-        points = names is not None and _names_points(names)
+        listed = names if isinstance(names, list | tuple) else [names]
+        points = all(isinstance(entry, str | FunctionType) for entry in listed)
         if options if points else steps is not None:
             raise SettingError(
                 "steps= requires names of hook points, t.cache(names, steps=...); other options are those of nnsight's "
@@ -363,9 +364,3 @@ class Trace(BlockTracer):
 def _keep_rows(keep: HookFunction, point: Point, rows: int, value: Tensor) -> None:
     """Keep a value without the unconditional rows of guidance."""
     keep(value[:rows], point)
-
-
-def _names_points(names: Any) -> bool:
-    """Whether `names` are hook points rather than nnsight's modules."""
-    listed = names if isinstance(names, list | tuple) else [names]
-    return all(isinstance(entry, str | FunctionType) for entry in listed)

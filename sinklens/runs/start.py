@@ -34,7 +34,13 @@ def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
     ids, real = model.encode(request.prompts, request.chat_template)
     ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
     if not settings.marks_undecided:
-        _refuse_masks(model, ids, real)
+        mask = model.mask_token_id
+        if mask is not None and bool(((ids == mask) & real).any()):
+            row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
+            raise PromptError(
+                f"prompt {row} contains the mask token ({mask}) at position {position}; it would be treated as an "
+                f"answer position. Remove it from the text or the ids."
+            )
     prompts = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
     noise = RowNoise(request.seed, prompts[: len(prompts) // request.copies], request.copies)
     appended, before = ids[:, :0], ids.shape[1]
@@ -84,16 +90,6 @@ def _state(
         shift=model.family_record.shift,
         kind=PassKind("causal", ()) if model.tree.changes_attention and settings.left_to_right else None,
     )
-
-
-def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:
-    mask = model.mask_token_id
-    if mask is not None and bool(((ids == mask) & real).any()):
-        row, position = [int(n) for n in ((ids == mask) & real).nonzero()[0]]
-        raise PromptError(
-            f"prompt {row} contains the mask token ({mask}) at position {position}; it would be treated as an "
-            f"answer position. Remove it from the text or the ids."
-        )
 
 
 def _check_room(model: Model, settings: Sampler, longest: int, extra: int, spare: int, allow_longer: bool) -> None:

@@ -8,7 +8,7 @@ the end of every step `StepServer` checks for requests that are still waiting an
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.families.samplers import never_passed
@@ -16,9 +16,7 @@ from sinklens.hooks.interleaving import RepeatedBlock, wait_for
 from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
 from sinklens.runs.intervention import within
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+from sinklens.sampling.state import State
 
 STEP = "denoise.step"
 RUN_ENDED = object()  # served at STEP instead of a number when the run has ended

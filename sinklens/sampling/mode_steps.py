@@ -27,7 +27,7 @@ from sinklens.sampling.blocks import CachedBlocks
 from sinklens.sampling.parts import ByConfidence
 from sinklens.sampling.state import State
 
-Choose = Callable[[Float[Tensor, "batch pos"], Bool[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
+Choose = Callable[..., Bool[Tensor, "batch pos"]]  # (confidence, ranked=block)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ModeSteps:
         state.active = where.any(dim=1)
         hidden = self.hidden(canvas, block)
         proposed, confidence = self.proposals(canvas, where, hidden, where[:, block.start : block.stop], by_entropy)
-        state.commit(choose(confidence, self.within(block).expand_as(where)), proposed, best_by=confidence)
+        state.commit(choose(confidence, ranked=self.within(block).expand_as(where)), proposed, best_by=confidence)
 
     def proposals(
         self,

@@ -18,18 +18,16 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.errors import TrackError, require
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.track import SinkTrack
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
 class Kind(IntEnum):

@@ -11,19 +11,15 @@ Pitfall: every head has a strongest key, even one with flat attention, and there
 a detector and are empty or NaN there; so is `jumps` when it is given the sinks that a detector found.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.errors import TrackError, require
 from sinklens.sinks.data import AXES
 from sinklens.sinks.detectors import Detector, MeanPlusStd
 from sinklens.sinks.track import SinkTrack
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 HEADS = ("layer", "head")
 
@@ -143,8 +139,6 @@ def lifetimes(found: xr.DataArray, exists: xr.DataArray) -> "DataFrame":
     Raises:
         TrackError: `found` and `exists` do not belong together.
     """
-    from pandas import DataFrame
-
     found = _sinks(found, exists)
     sinks = found.to_numpy()
     starts, ends = sinks.copy(), sinks.copy()
@@ -178,7 +172,15 @@ def overlap(found: xr.DataArray, exists: xr.DataArray, along: str = "step") -> F
     require(along in ("step", "layer", "head"), f"along must be step, layer or head; got {along!r}.", TrackError)
     found, alive = _sinks(found, exists), exists.any("pos")
     if along == "head":
-        return _overlap_of_heads(found)
+        sets = found.to_numpy().astype(np.float32)  # counts are exact: far fewer than 2^24 positions
+        both = sets @ sets.swapaxes(-1, -2)
+        size = sets.sum(axis=-1)
+        either = size[..., :, None] + size[..., None, :] - both
+        one, other = np.triu_indices(size.shape[-1], k=1)
+        both, either = both[..., one, other].astype(float), either[..., one, other]
+        share = np.divide(both, either, out=np.full_like(both, np.nan), where=either > 0)
+        dropped = found.any("pos").isel(head=0, drop=True)
+        return dropped.expand_dims(pair=len(one), axis=-1).astype(float).copy(data=share).mean("pair")
     if along == "layer":
         found, alive = found.any("head"), alive.any("head")
     earlier = found.shift({along: 1}, fill_value=False)
@@ -312,19 +314,6 @@ def _by_place(marks: Bool[np.ndarray, "batch step layer head pos"]) -> Int[np.nd
     """Batch, step, layer, head and position of every True, ordered by place, then by step."""
     batch, step, layer, head, pos = np.nonzero(marks)
     return np.stack([batch, step, layer, head, pos])[:, np.lexsort((step, pos, head, layer, batch))]
-
-
-def _overlap_of_heads(found: xr.DataArray) -> xr.DataArray:
-    """Mean Jaccard overlap of all pairs of heads, from one matrix product per layer: [batch, step, layer]."""
-    sets = found.to_numpy().astype(np.float32)  # counts are exact: far fewer than 2^24 positions
-    both = sets @ sets.swapaxes(-1, -2)
-    size = sets.sum(axis=-1)
-    either = size[..., :, None] + size[..., None, :] - both
-    one, other = np.triu_indices(size.shape[-1], k=1)
-    both, either = both[..., one, other].astype(float), either[..., one, other]
-    share = np.divide(both, either, out=np.full_like(both, np.nan), where=either > 0)
-    dropped = found.any("pos").isel(head=0, drop=True)
-    return dropped.expand_dims(pair=len(one), axis=-1).astype(float).copy(data=share).mean("pair")
 
 
 def _pool(track: SinkTrack) -> SinkTrack:

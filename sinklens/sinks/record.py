@@ -6,7 +6,7 @@ Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +14,8 @@ import torch
 from sinklens.errors import SettingError, nearest, require
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.steps import CANVASES, OF_RUN, refuse_existing
+from sinklens.sinks.track import SinkTrack
 from sinklens.utils.integers import as_integer
-
-if TYPE_CHECKING:
-    from sinklens.sinks.track import SinkTrack
 
 StepLayer = tuple[int, int]
 
@@ -60,7 +58,17 @@ class Record:
                 raise SettingError(
                     f"unknown quantity {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
-        self._refuse_duplicates()
+        chosen = self.chosen()
+        for what, names in (
+            ("have the name", [part.name for part in chosen]),
+            (
+                "fill the variable",
+                [*CANVASES, *OF_RUN, *(name for part in chosen for name in part.variables)],
+            ),
+        ):
+            duplicates = sorted({name for name in names if names.count(name) > 1})
+            if duplicates:
+                raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
         pairs = isinstance(self.patterns, Sequence) and all(
             isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)
             for place in self.patterns
@@ -83,19 +91,6 @@ class Record:
         )
         if self.out is not None:
             refuse_existing(self.out)
-
-    def _refuse_duplicates(self) -> None:
-        chosen = self.chosen()
-        for what, names in (
-            ("have the name", [part.name for part in chosen]),
-            (
-                "fill the variable",
-                [*CANVASES, *OF_RUN, *(name for part in chosen for name in part.variables)],
-            ),
-        ):
-            duplicates = sorted({name for name in names if names.count(name) > 1})
-            if duplicates:
-                raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
 
     def chosen(self) -> list[Quantity]:
         """The scores, then the requested quantities, without duplicates."""

@@ -10,16 +10,13 @@ that looks clear at its top may be mixed below.
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
+from sinklens.model import Model
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import asset, hashes, token_text
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
 
 LEVELS = 8
 AROUND = 24  # tokens shown on each side of an example

@@ -17,9 +17,11 @@ may be a sink.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklens.errors import require
+from sinklens.runs import Trace
+from sinklens.runs.result import Generation
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import spelled
@@ -28,10 +30,6 @@ from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block
 from sinklens.views.patterns import generation_of, patterns_at, recorded
 from sinklens.views.report_budget import PageScores, Patterns, fit_patterns, fit_scores, wanted_of
 from sinklens.views.report_data import Material, Numbers
-
-if TYPE_CHECKING:
-    from sinklens.runs import Trace
-    from sinklens.runs.result import Generation
 
 SPARE = 40_000  # bytes reserved for what is written last
 

@@ -5,19 +5,16 @@ Tokens are shown as text, never as markup: a generated ``[red]`` or an escape se
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinklens.model import Model
+from sinklens.runs.result import Generation
 from sinklens.sinks.motion import jumps
 from sinklens.views.figures import has_sink, most_moving_head
 from sinklens.views.html import MASKED, token_texts
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 WIDE = 100_000  # columns; a terminal wraps longer lines itself
 

@@ -104,19 +104,6 @@ def likelihood_difference(
     from scipy.stats import t
 
     first, second = ([one] if isinstance(one, Likelihood) else list(one) for one in (base, changed))
-    _check_paired(first, second)
-    pairs = list(zip(first, second, strict=True))
-    gaps = np.array([two.value - one.value for one, two in pairs])
-    if len(pairs) > 1:
-        error, freedom = float(_standard_error(gaps)), len(pairs) - 1
-    else:
-        (one, two), freedom = pairs[0], max(1, len(first[0].losses) // first[0].draws_per_start - 1)
-        error = float(one.error_of(two.draws - one.draws)) if one.kind == "estimate" else 0.0
-    value, reach = float(gaps.mean()), float(t.ppf(0.975, freedom)) * error
-    return Estimate(value, value - reach, value + reach, len(pairs))
-
-
-def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> None:
     require(
         len(first) == len(second) and first,
         f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}.",
@@ -128,6 +115,15 @@ def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> 
                 f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
                 f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking."
             )
+    pairs = list(zip(first, second, strict=True))
+    gaps = np.array([two.value - one.value for one, two in pairs])
+    if len(pairs) > 1:
+        error, freedom = float(_standard_error(gaps)), len(pairs) - 1
+    else:
+        (one, two), freedom = pairs[0], max(1, len(first[0].losses) // first[0].draws_per_start - 1)
+        error = float(one.error_of(two.draws - one.draws)) if one.kind == "estimate" else 0.0
+    value, reach = float(gaps.mean()), float(t.ppf(0.975, freedom)) * error
+    return Estimate(value, value - reach, value + reach, len(pairs))
 
 
 def _standard_error(values: Float[np.ndarray, "sample *rest"]) -> Float[np.ndarray, "*rest"]:
