@@ -13,9 +13,10 @@ could have shown. Each verdict has an error rate of 5 % over all tests on these 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import xarray as xr
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.answers import costs_over, unchanged
 from sinklens.analyses.estimates.deciding import over_groups
@@ -24,16 +25,12 @@ from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.mass import SAME_MASS, attended, removed_by, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
+from sinklens.model import Model
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import EpsilonOverMean, SinkTrack
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.sinks.strongest import NOT, Marked
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-    from sinklens.model import Model
 
 PICKS = {
     "treated": "the keys of the plan",

@@ -29,7 +29,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.paper import CHECKPOINTS, ITEMS, Claim, PaperFigures, pictures, tables_of
 from sinklens.analyses.results import Findings, draw
@@ -53,9 +55,6 @@ from sinklens.utils.folders import check_folder
 from sinklens.utils.versions import versions
 from sinklens.views import accuracy_curves
 from sinklens.views.reproduction import PAGES, reproduction_pages
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
 GENERATIONS = 30
 SETTINGS = {"gen_length": 128, "steps": 128, "block_length": 32}
@@ -182,8 +181,6 @@ def reproduce(
 
 def _written(asked: Request, out: Path, found: Sequence[Findings], about: Mapping[str, Any]) -> list[Path]:
     """Write tables, pictures and pages."""
-    from pandas import DataFrame
-
     measured = {name: data for one in found for name, data in one.measured.items()}
     examples = {name: data for one in found for name, data in one.examples.items()}
     tables = tables_of(measured, [name for name in asked.items if name != "table1"], asked.seed)

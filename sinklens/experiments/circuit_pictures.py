@@ -9,15 +9,13 @@ Pitfall: the page drops a node that occurs at more than two thirds of the tokens
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError, require
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EVERYWHERE = ["", "every position"]
 """Tokens of a graph without positions; all nodes are at the second."""

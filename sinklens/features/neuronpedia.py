@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ import torch
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.reading import FeatureSummary, summarize_features
+from sinklens.model import Model
+from sinklens.runs.result import Generation
 from sinklens.utils.atomic import write_file
-
-if TYPE_CHECKING:
-    from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 BINS, LOGITS = 50, 10
 TABLES = [

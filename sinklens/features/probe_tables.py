@@ -31,19 +31,17 @@ such as the template, whose values then are never in training and test at once.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.errors import SettingError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.features.probes import ProbeKind, fitted
 from sinklens.utils.arguments import Positive, read_as
 from sinklens.utils.estimates import RESAMPLES, Estimate, holm, pooled, proportion
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 NOISE_BINS = 4
 SCORES = ("score", "low", "high", "majority", "shuffled", "control", "bag", "place", "selectivity", "p")
@@ -84,8 +82,6 @@ def probe_table(
     Raises:
         SettingError: an unknown column or setting, fewer units than folds, or a label that the kind cannot fit.
     """
-    from pandas import DataFrame
-
     read_as(Positive, "penalty", penalty)
     require(folds >= 2 and repeats >= 1, f"folds must be 2 or more and repeats 1 or more; got {folds} and {repeats}.")
     rows = []

@@ -17,10 +17,10 @@ or remove it (`Probe.steer`, `Probe.remove`), and do the same with `Probe.random
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.hub import local
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ProbeKind = Literal["logistic", "ridge", "mass_mean", "difference", "centroid"]
 FILE, TENSORS = "probe.safetensors", ("weights", "bias", "means")

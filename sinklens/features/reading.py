@@ -10,25 +10,21 @@ position.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float
+from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.errors import require
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import states_of_run, stream_point
 from sinklens.runs.intervention import within
-from sinklens.runs.result import require_run
+from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.kinds import STATES
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-    from sinklens.runs.result import Generation
 
 PLACE = ["run", "row", "step", "column"]
 
