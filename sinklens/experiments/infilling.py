@@ -111,9 +111,8 @@ def _row(model: "Model", parts: Sequence[Part]) -> _Row:
     return _Row(prompt, answer, after)
 
 
-def _ids(model: "Model", part: Part, start: bool = False) -> list[int]:
+def _ids(model: "Model", part: Any, start: bool = False) -> list[int]:
     """Token ids of a given part; only a text at the start gets a start token."""
     if isinstance(part, str):
         return [int(token) for token in model.encode(part, **({} if start else {"prepend_bos": False})).ids[0]]
-    assert not isinstance(part, int)
     return [int(token) for token in part]
