@@ -159,7 +159,7 @@ class WindowCache(Cache):
         base = self._tree.hf.get_submodule(architecture.base)
         attn: Any = base.get_submodule(architecture.layers)[layer].get_submodule(architecture.attn)
         norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
-        keys = (changed if norm is None else class_forward(norm, changed)).transpose(1, 2)
+        normed = (changed if norm is None else class_forward(norm, changed)).transpose(1, 2)
         cos, sin = base.rotary_emb(changed, position_ids=(self._real.long().cumsum(-1) - 1).clamp(min=0))
         rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
-        return torch.where(stale[:, None, :, None], rotate(keys, keys, cos, sin)[1], keys)
+        return torch.where(stale[:, None, :, None], rotate(normed, normed, cos, sin)[1], keys)

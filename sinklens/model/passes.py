@@ -10,10 +10,9 @@ about a next token; sinklens warns about this once per model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformer_lens import ActivationCache
 
 from sinklens.errors import PromptWarning, SinklensError, require, warn_caller
 from sinklens.hooks.forward_pass import CAUSAL
@@ -21,6 +20,9 @@ from sinklens.hooks.interleaving import Root
 from sinklens.hooks.turn import in_turn
 from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import TokenMethods, side_of
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
 
 _CACHE = "a single pass computes every position; runs reuse keys and values (the setting use_cache, or cache=)"
 _TOKENIZER = "call model.tokenizer(...) with it and pass the result"
