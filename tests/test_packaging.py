@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from contracts import ROOT
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from test_layers import MODULES
 
@@ -133,6 +135,22 @@ def test_dependencies_are_pinned_inside_their_ranges():
         (version,) = (clause.version for clause in pins[canonicalize_name(requirement.name)].specifier)
         outside += [] if requirement.specifier.contains(version) else [(str(requirement), version)]
     assert outside == []
+
+
+CONDA = {"torch": "pytorch", "matplotlib": "matplotlib-base"}  # conda-forge's names, where they are not PyPI's
+
+
+def test_the_conda_recipe_has_the_version_the_command_and_the_dependencies_of_pyproject():
+    recipe, project = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text()), PROJECT["project"]
+    wanted = {("python", SpecifierSet(project["requires-python"]))}
+    for one in map(Requirement, project["dependencies"]):
+        wanted |= {(CONDA.get(one.name, one.name), one.specifier), *((extra, SpecifierSet()) for extra in one.extras)}
+    listed = [line.partition(" ") for line in recipe["requirements"]["run"]]
+    assert {(name, SpecifierSet(versions)) for name, _, versions in listed} == wanted
+    assert PROJECT["build-system"]["requires"] == [recipe["requirements"]["host"][-1].replace(" ", "")]
+    assert (recipe["context"]["version"], recipe["about"]["license"]) == (project["version"], project["license"])
+    commands = [f"{name} = {target}" for name, target in project["scripts"].items()]
+    assert recipe["build"]["python"]["entry_points"] == commands
 
 
 def test_tensor_annotations_are_checked_in_this_test_run():
