@@ -62,6 +62,19 @@ def in_turn(works: Iterable[Callable[[], object]], rounds: int, device: torch.de
     return [[*of_one] for of_one in zip(*times, strict=True)]
 
 
+def cpu_times(works: Iterable[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """The CPU times of each work, taken in turn after one warm-up run of each."""
+
+    def spent(work: Callable[[], object]) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    works = [*works]
+    times = [[spent(work) for work in works] for _ in range(rounds + 1)]
+    return [[*of_one] for of_one in zip(*times[1:], strict=True)]
+
+
 def ratio_of(what: str, a: Sequence[float], b: Sequence[float]) -> Ratio:
     """The ratio of times that were measured in turn."""
     ratios = sorted(x / y for x, y in zip(a, b, strict=True))

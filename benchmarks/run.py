@@ -19,7 +19,6 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import process_time
 from unittest import mock
 
 import numpy as np
@@ -39,10 +38,22 @@ from benchmarks.caches import (
     stopping,
 )
 from benchmarks.interventions import mapping, placing, sweeping
-from benchmarks.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
+from benchmarks.measuring import (
+    HEAD,
+    Ratio,
+    compare,
+    compare_peaks,
+    cpu_times,
+    hardware,
+    peak,
+    ratio_of,
+    seconds,
+    table,
+)  # fmt: skip
 from benchmarks.modulated import SMALL, SMALLEST_DIT, modulated
 from benchmarks.plain import (
     ANSWER,
+    MASK,
     TINY,
     blank,
     bridge,
@@ -64,6 +75,7 @@ STEPS = 8
 SMALLEST = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab": 643}
 DEEP = {"d_model": 64, "n_layers": 32, "n_heads": 4, "vocab": 643}  # bound by calls, as large networks are on a GPU
 MIDDLE = {"d_model": 512, "n_layers": 8, "n_heads": 8, "vocab": 32_000}
+LAYER = {"d_model": 128, "n_layers": 1, "n_heads": 4, "vocab": 256}
 SLOW = (
     "others",
     "middle",
@@ -75,6 +87,7 @@ SLOW = (
     "block",
     "regional",
     "recorded",
+    "lengths",
     "modulated",
 )  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
@@ -256,41 +269,53 @@ def regional(sizes: dict[str, int], length: int, pairs: int) -> Iterator[Ratio]:
     for layer in models[1].model.layers:
         layer.compile()
 
-    def spent(model: LlamaForCausalLM) -> float:
-        started = process_time()
+    def one(model: LlamaForCausalLM) -> object:
         with torch.no_grad():
-            model.model(input_ids=canvas, use_cache=False)
-        return process_time() - started
+            return model.model(input_ids=canvas, use_cache=False)
 
-    for model in models:
-        spent(model)
-    times = [(spent(models[0]), spent(models[1])) for _ in range(pairs)]
-    ratios = sorted(eager / compiled for eager, compiled in times)
-    a, b = (statistics.median(column) for column in zip(*times, strict=True))
     what = (
         f"eager ÷ torch.compile of each layer, CPU time, plain transformers (d_model {sizes['d_model']}, S = {length})"
     )
-    yield Ratio(what, statistics.median(ratios), ratios[0], ratios[-1], pairs, a, b)
+    yield ratio_of(what, *cpu_times([partial(one, model) for model in models], pairs))
 
 
 def recording(sizes: dict[str, int], length: int, pairs: int) -> Iterator[Ratio]:
     """CPU time of a step with sinks recorded ÷ not recorded."""
     model, prompt = sinklens.load(random_llada(**sizes)), torch.randint(3, sizes["vocab"], (1, length - ANSWER))
 
-    def spent(record: bool) -> float:
-        started = process_time()
-        sinklens.generate(
+    def step(record: bool) -> object:
+        return sinklens.generate(
             model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=1, record_sinks=record, progress=False
         )
-        return process_time() - started
 
-    for record in (False, True):
-        spent(record)
-    times = [(spent(False), spent(True)) for _ in range(pairs)]
-    ratios = sorted(recorded / plain for plain, recorded in times)
-    plain, recorded = (statistics.median(column) for column in zip(*times, strict=True))
     what = f"all sinks recorded, exact ÷ not recorded, CPU time (d_model {sizes['d_model']}, S = {length})"
-    yield Ratio(what, statistics.median(ratios), ratios[0], ratios[-1], pairs, recorded, plain)
+    yield ratio_of(what, *cpu_times([lambda: step(True), lambda: step(False)], pairs))
+
+
+def lengthening(lengths: list[int], pairs: int) -> Iterator[Ratio]:
+    """CPU time of one pass of one layer with points watched ÷ unwatched: each point of the map alone, then all others.
+
+    Beyond 4,096 positions the points that form the map are left out: at 8,192 their pass needs more than 4 GiB.
+    """
+    hf = random_llada(**LAYER)
+    hf.config.max_position_embeddings = max(lengths)
+    model = sinklens.load(hf)
+    alone = [f"blocks.0.attn.hook_{name}" for name in ("attn_scores", "pattern", "sink_scores")]
+    others = [name for name in model.hook_names() if name not in alone and not name.startswith("denoise.")]
+    groups = {name.rsplit(".", 1)[1]: [name] for name in alone} | {f"the {len(others)} other points": others}
+
+    for length in lengths:
+        ids = torch.full((1, length), MASK)
+
+        def one(names: list[str], ids: torch.Tensor = ids) -> object:
+            with torch.no_grad():
+                return model.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: None) for name in names])
+
+        shown = [*groups][2 if length > 4096 else 0 :]
+        works = [partial(one, of) for of in ([], *(groups[name] for name in shown))]
+        unwatched, *watched = cpu_times(works, pairs * (5 if length <= 1024 else 1))
+        for name, times in zip(shown, watched, strict=True):
+            yield ratio_of(f"{name} watched ÷ unwatched, CPU time (one layer, S = {length})", times, unwatched)
 
 
 def importing(pairs: int) -> Ratio:
@@ -328,6 +353,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "block": lambda: block_ratios(SMALLEST, 1) if quick else block_ratios(MIDDLE, 3),
         "regional": lambda: regional(SMALLEST, 128, 1) if quick else regional(MIDDLE, 1024, 9),
         "recorded": lambda: recording(SMALLEST, 256, 1) if quick else recording(MIDDLE, 1024, 7),
+        "lengths": lambda: lengthening([256] if quick else [256, 1024, 4096, 8192], 3),
         "modulated": lambda: (
             modulated("d 64, 2 blocks", SMALLEST_DIT, 128, 1)
             if quick

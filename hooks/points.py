@@ -284,7 +284,7 @@ class SamplerPoint(Point):
     @property
     def watched(self) -> bool:
         """As `Point.watched`; only the sampler asks, when it comes to the point."""
-        self.reached = self.step
+        self.__dict__["reached"] = self.step  # nn.Module's own way is slow, and the value is no module
         return super().watched
 
 

@@ -59,7 +59,8 @@ class AutoregressiveSettings(Truncated):
             text = state.begin_step(slice(position, position), position)[:, :position]
             state.active = ~state.ends(text, state.eos_ids).any(dim=1)
             passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
-            running, real = state.running(*passed).nonzero()[:, 0], state.real[:, :position]
+            alone, real = state.running(*passed), state.real[:, :position]
+            running = torch.arange(len(text), device=text.device) if alone is None else alone.nonzero()[:, 0]
             if state.keys is None:
                 hidden = state.tree.hidden(text[running], real[running])
             else:

@@ -192,6 +192,8 @@ def probability_by_slices(
     logits would take half a gigabyte.
     """
     rows = max(1, SLICE // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return probability(logits.softmax(dim=-1, dtype=dtype), candidates)
     parts = zip(logits.split(rows), candidates.split(rows), strict=True)
     return torch.cat([probability(part.softmax(dim=-1, dtype=dtype), chosen) for part, chosen in parts])
 
@@ -259,8 +261,8 @@ def most_confident(
     for row, count in enumerate(counts):
         if count:
             places = among[row].nonzero()[:, 0]
-            first = confidence[row, places].cpu().topk(min(count, len(places))).indices
-            commit[row, places[first.to(places.device)]] = True
+            first = confidence[row][places].cpu().topk(min(count, len(places))).indices
+            commit[row].index_fill_(0, places[first.to(places.device)], True)
     if threshold is not None:
         commit |= confidence >= threshold
     return commit & (confidence > -torch.inf)

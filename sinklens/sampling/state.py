@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
-from sinklens.hooks.attention.blocks import ruled_by
+from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
@@ -301,15 +301,18 @@ class State:
         if self.keys is not None:
             hidden, where = self._partial(self.keys, rows, real, where)
         else:
-            running = self.running(self.tree.denoise.hook_logits)
-            chosen, columns = running.repeat(len(rows) // len(where)), self._columns(real)
-            blocks = self.tree.attention_blocks
-            rule = blocks.of_rows(running) if blocks is not None and blocks.sealed else None
+            running, columns = self.running(self.tree.denoise.hook_logits), self._columns(real)
+            chosen: slice | Tensor = slice(None)
+            rule: Blocks | None = None
+            time = self.time
+            if running is not None:
+                chosen, where = running.repeat(len(rows) // len(where)), where[running]
+                time = None if time is None else time[running]
+                blocks = self.tree.attention_blocks
+                rule = blocks.of_rows(running) if blocks is not None and blocks.sealed else None
             with ruled_by(self.tree.hf.config, rule):
-                time = None if self.time is None else self.time[running]
-                rows, real = rows[chosen, columns], real[chosen, columns]
-                hidden = self.tree.hidden(rows, real, time=time, of_step=True)
-                where = where[running, columns]
+                rows, real = (one[chosen, columns].clone() for one in (rows, real))  # a block may write to them
+                hidden, where = self.tree.hidden(rows, real, time=time, of_step=True), where[:, columns]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real)
         return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)
@@ -339,6 +342,8 @@ class State:
         Raises:
             NotANumberError: they do.
         """
+        if bool(logits.sum().isfinite()):  # one pass over them; a sum that is not may be of infinite logits
+            return logits
         wrong = logits.amax(dim=-1).isnan()  # the largest of some numbers and NaN is NaN
         if bool(wrong.any()):
             raise NotANumberError(
@@ -349,10 +354,11 @@ class State:
             )
         return logits
 
-    def running(self, *points: Point) -> Bool[Tensor, " batch"]:
-        """The rows that the pass computes: all while it or one of `points` is watched, else the active ones."""
-        alone = bool(self.active.any()) and not self.tree.is_watched and not any(point.watched for point in points)
-        return self.active if alone else torch.ones_like(self.active)
+    def running(self, *points: Point) -> Bool[Tensor, " batch"] | None:
+        """The rows that the pass computes; None for all: while it or one of `points` is watched, or if no row waits."""
+        some = 0 < int(self.active.sum()) < self.active.numel()
+        alone = some and not self.tree.is_watched and not any(point.watched for point in points)
+        return self.active if alone else None
 
     def _columns(self, seen: Bool[Tensor, "batch pos"]) -> slice:
         """The columns that the pass computes: all while anything is watched, else those in any row's window."""
@@ -429,7 +435,7 @@ class State:
 
 def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
     everywhere = torch.full(where.shape, -torch.inf, dtype=values.dtype, device=where.device)
-    return everywhere.masked_scatter(where, values)
+    return everywhere.masked_scatter_(where, values)
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

@@ -26,7 +26,7 @@ def waits(model, record, hooks):
     return {name: (found[1][name] - count) / 8 for name, count in found[0].items() if found[1][name] > count}
 
 
-SAMPLER = {"_local_scalar_dense": 4, "index": 4, "nonzero": 1, "copies": 1}
+SAMPLER = {"_local_scalar_dense": 4, "index": 1, "nonzero": 1, "copies": 1}
 """Whether the block is done, rows run alone, padding is known and logits are NaN; the masked positions; the commit."""
 
 
