@@ -2,11 +2,11 @@
 
     python benchmarks/papers/appended_masks.py [MODEL ...]
 
-The worked answers of 42 held-out word problems, six of each template, with every number masked. After the 24 positions
-of the answer stand n further positions: masks, end tokens (which the models were trained to put there), or masks that
-no query can attend to. Prints the mean change of the log-probability of the right numbers, the share of problems in
-which all right numbers are the most likely, and the attention of the masked numbers to the further positions. Took 3
-minutes on a fraction of a core.
+The worked answers of 42 held-out word problems, six of each template, with every number masked. End tokens fill the
+answer up to 24 positions; after it stand n further positions: masks, end tokens (which the models were trained to put
+there), or masks that no query can attend to. Prints the mean change of the log-probability of the right numbers, the
+share of problems in which all right numbers are the most likely, and the attention of the masked numbers to the further
+positions. Took 3 minutes on a fraction of a core.
 """
 
 import sys
@@ -26,7 +26,6 @@ from sinklens.tasks.word_problems import Problem
 MODELS = ("tiny-llada", "tiny-dream", "tiny-mmada")
 ANSWER = 24
 EXTRA = (8, 24, 48)
-SHIFTED = ("tiny-dream",)  # logits at i predict position i + 1
 CASES = ("masks", "end tokens", "hidden masks")
 
 
@@ -35,7 +34,7 @@ def predicted(model: Any, one: Problem) -> Float[np.ndarray, "case extra 3"]:
     prompt = model.encode(one.prompt).ids[0]
     answer = model.encode(f" {one.answer}", prepend_bos=False).ids[0]
     end = model.special_tokens["end"][0]
-    text = torch.cat([prompt, answer, torch.full((ANSWER - len(answer),), end)])
+    text = torch.cat([prompt, answer, torch.full((max(ANSWER - len(answer), 0),), end)])
     places = np.flatnonzero(kinds_of_vocabulary(model)[text.numpy()] == Kind.DIGIT)
     places = torch.from_numpy(places[places >= len(prompt)])
     found = np.zeros((len(CASES), len(EXTRA) + 1, 3))
@@ -53,7 +52,7 @@ def predicted(model: Any, one: Problem) -> Float[np.ndarray, "case extra 3"]:
 
             hooks = [*hidden, (lambda name: name.endswith("hook_pattern"), keep)]
             logits = model.run_with_hooks(ids, fwd_hooks=hooks)[0].float()
-            log_p = logits[places - int(model.name in SHIFTED)].log_softmax(-1)
+            log_p = logits[places - int(model.family_record.shift)].log_softmax(-1)
             right = text[places]
             chosen = log_p.gather(1, right[:, None])
             found[at, number] = float(chosen.mean()), float((log_p.argmax(1) == right).all()), np.mean(drawn)
