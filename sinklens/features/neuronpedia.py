@@ -50,6 +50,9 @@ def save_neuronpedia(
     The effect of feature f on the logits is W_dec[f] times the final norm's weight times W_U, as SAEDashboard computes
     it from folded weights.
 
+    Pitfall: all positions of all steps are read, also those at which the SAE was not trained, and an example may recur
+    at several steps.
+
     Args:
         runs: finished runs of one diffusion model.
         sae: an SAE of the residual stream, or of what attention or an MLP adds to it.

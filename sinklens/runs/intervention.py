@@ -16,7 +16,7 @@ a point after them.
 
 import hashlib
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -290,10 +290,10 @@ def whole_numbers(kind: str, chosen: Sequence[Any]) -> list[int]:
     """`chosen` as Python integers, in order; accepts lists, arrays and tensors of integers.
 
     Raises:
-        SettingError: `chosen` is a single number or a generator, or contains something other than integers.
+        SettingError: `chosen` is a single number, a generator or a mapping, or contains something other than integers.
     """
     listed = isinstance(chosen, Iterable) and getattr(chosen, "ndim", 1) == 1
-    numbers = [as_integer(number) for number in chosen] if listed and not isinstance(chosen, Iterator) else [None]
+    numbers = [as_integer(one) for one in chosen] if listed and not isinstance(chosen, Iterator | Mapping) else [None]
     if None in numbers:
         raise SettingError(f"{kind}s must be a list of integers, such as [0, 2] or range(3); got {chosen!r}.")
     return [number for number in numbers if number is not None]

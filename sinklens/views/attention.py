@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from sinklens.errors import SinklensError, TrackError, require
+from sinklens.runs.intervention import whole_numbers
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, pattern_map, recorded
@@ -48,13 +49,15 @@ def attention(
 
     Raises:
         TrackError: no such step, layer, row or head, or the pattern is unavailable (see `pattern_at`).
+        SettingError: `heads` is not a list of integers.
     """
     run = generation_of(run)
     pattern = pattern_at(run, step, layer, row).numpy()
     track = recorded(run).isel(batch=row)
-    for head in heads or ():
+    asked = list(range(len(pattern))) if heads is None else whole_numbers("head", heads)
+    for head in asked:
         track.require(head=head)
-    chosen = [head % len(pattern) for head in (range(len(pattern)) if heads is None else heads)]
+    chosen = [head % len(pattern) for head in asked]
     require(chosen, "heads is empty; name at least one head, or give None for all.", TrackError)
     sizes = track.data.sizes
     step, layer = step % sizes["step"], layer % sizes["layer"]

@@ -301,6 +301,7 @@ def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
     ("chosen", "text"),
     [
         (2, r"steps must be a list of integers, .*; got 2"),
+        ({1: 5}, r"steps must be a list of integers, .*; got \{1: 5\}"),
         ([1, 2.5], r"steps must be a list of integers, .*; got \[1, 2.5\]"),
         (torch.tensor([1.0, 2.0]), r"steps must be a list of integers, .*; got tensor\(\[1., 2.\]\)"),
         ("12", "steps must be a list of integers, .*; got '12'"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.errors import SinklensError, TrackError
+from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.tasks import held_out
 from sinklens.views import attention, pattern_at
 from sinklens.views.attention import CELLS, AttentionView, block_size, pooled
@@ -95,10 +95,12 @@ def test_a_large_view_says_how_many_positions_a_cell_covers_and_no_token_closes_
         ({"step": 24, "layer": 0}, r"step 24 does not exist"),
         ({"step": 0, "layer": 0, "heads": [6]}, r"head 6 does not exist; this track has 6"),
         ({"step": 0, "layer": 0, "heads": []}, r"heads is empty"),
+        ({"step": 0, "layer": 0, "heads": 3}, r"heads must be a list of integers"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_an_index_out_of_range_is_rejected(run, ask, text):
-    with pytest.raises(TrackError, match=text):
+    with pytest.raises((TrackError, SettingError), match=text):
         attention(run, **ask)
 
 
