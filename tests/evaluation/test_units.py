@@ -1,8 +1,8 @@
 """Units: a record contains what the run did, whatever its batch."""
 
+import copy
 import hashlib
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -136,27 +136,11 @@ def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
     assert found[0] == found[1]
 
 
-@dataclass
-class Template:
-    """The tokenizer of a shipped model with a chat template."""
-
-    of: object
-
-    def __getattr__(self, name):
-        return getattr(self.of, name)
-
-    def __call__(self, text, **keywords):
-        return self.of(text, **keywords)
-
-    chat_template: str = "{{ bos_token }}Tom: {{ messages[0]['content'] }} Answer:"
-
-    def apply_chat_template(self, turns, **keywords):
-        return self.of.apply_chat_template(turns, **keywords | {"chat_template": self.chat_template})
-
-
 def test_an_answer_begins_with_the_opening_of_the_sample(tiny_llada):
     sample = Sample("opened", "Question: 2 + 3?", " 5", opening=" Tom has")
-    model = sinklens.load("tiny-llada", tokenizer=Template(tiny_llada.tokenizer), check=False)
+    tokenizer = copy.deepcopy(tiny_llada.tokenizer)
+    tokenizer.chat_template = "{{ bos_token }}Tom: {{ messages[0]['content'] }} Answer:"
+    model = sinklens.load("tiny-llada", tokenizer=tokenizer, check=False)
 
     def text(ids):
         return model.tokenizer.decode(ids)
