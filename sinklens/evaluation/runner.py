@@ -142,9 +142,9 @@ def _missing(run: LedgerRun, samples: Sequence[Sample]) -> list[Sample]:
     """
     done = {str(record["sample"]): record for record in records_of(run)}
     left = [sample for sample in samples if sample.id not in done]
-    for sample in samples:
+    for sample in (one for one in samples if one.id in done):
         here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
-        if difference := data_difference(done.get(sample.id, here), here):
+        if difference := data_difference(done[sample.id], here):
             raise LedgerError(
                 f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with other "
                 f"data. Use that data, or another folder (--out)."

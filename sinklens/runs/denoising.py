@@ -285,25 +285,21 @@ class Denoising:
         words = {"vocabulary": json.dumps(self._vocabulary), "special": json.dumps(self.model.special_tokens)}
         real = self.state.real.cpu().numpy()
         varies = self.model.tree.changes_attention and not self.settings.left_to_right
-        self._recorder.store.describe(
-            (
-                {
-                    "model": self.model.name,
-                    "revision": self.model.checkpoint.revision or "",
-                    "family": self.model.family,
-                    "causal": int(self.settings.left_to_right),
-                    "block_length": self.settings.positions_per_block if varies else self.model.block_length or 0,
-                    "attention": normalizer_name(self.model.config),
-                    "sampler": self.settings.name,
-                    "settings": self._settings_text(),
-                    "seed": self.request.seed,
-                    "prompt_length": self.state.prompt_length,
-                    "dtype": str(self.model.cfg.dtype),
-                    "device": str(self.model.cfg.device),
-                    "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-                }
-                | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
-            )
-            | words,
-            {"is_real": real, **run_arrays},
-        )
+        about = {
+            "model": self.model.name,
+            "revision": self.model.checkpoint.revision or "",
+            "family": self.model.family,
+            "causal": int(self.settings.left_to_right),
+            "block_length": self.settings.positions_per_block if varies else self.model.block_length or 0,
+            "attention": normalizer_name(self.model.config),
+            "sampler": self.settings.name,
+            "settings": self._settings_text(),
+            "seed": self.request.seed,
+            "prompt_length": self.state.prompt_length,
+            "dtype": str(self.model.cfg.dtype),
+            "device": str(self.model.cfg.device),
+            "versions": json.dumps(versions("torch", "transformers", "nnsight")),
+        }
+        if isinstance(self.state.keys, PolicyCache):
+            about["cache"] = repr(self.state.keys.policy)
+        self._recorder.store.describe(about | words, {"is_real": real, **run_arrays})
