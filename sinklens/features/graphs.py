@@ -89,14 +89,11 @@ def save_feature_graph(
             for sae, layer, values, places in zip(saes, layers, features, shown, strict=True)
         ]
         for level, targets in enumerate(made):
+            below: dict[Any, Any] = made[level - 1] if level else dict(enumerate(words))
             for (at, one), target in targets.items():
                 slope = torch.autograd.grad(features[level][at, one], streams[level], retain_graph=True)[0]
-                if level:
-                    parts = _parts(saes[level - 1], features[level - 1], slope)
-                    links += [(source, target, parts[place]) for place, source in made[level - 1].items()]
-                else:
-                    parts = (streams[0] * slope)[0].sum(dim=-1).detach()
-                    links += [(source, target, part) for source, part in zip(words, parts, strict=True)]
+                own = _parts(saes[level - 1], features[level - 1], slope) if level else (streams[0] * slope)[0].sum(-1)
+                links += [(source, target, own.detach()[place]) for place, source in below.items()]
     links += [(source, goal, effects[-1][place]) for place, source in made[-1].items()]
     nodes = [*words, *(one for level in made for one in level.values()), goal]
     links = [link for link in links if link[2]]

@@ -230,8 +230,8 @@ def fitted(
     if kind == "ridge":
         from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
 
-        weights = _linear(x, np.asarray(y, dtype=np.float64), Ridge(alpha=penalty))
-        return Probe("ridge", "", *weights, None, np.zeros((0, x.shape[1])))
+        linear = _linear(x, np.asarray(y, dtype=np.float64), Ridge(alpha=penalty))
+        return Probe("ridge", "", *linear, None, np.zeros((0, x.shape[1])))
     classes = np.unique(y)
     if len(classes) < 2 or (len(classes) > 2 and kind in ("mass_mean", "difference")):
         raise SettingError(
