@@ -10,13 +10,6 @@ from sinklens.evaluation.protocols import find_protocol
 HAND = {"kind": "", "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
 
 
-def repeats(run):
-    """Number of stored records of a run beyond one for each sample."""
-    with sqlite3.connect(run.folder / "ledger.sqlite") as database:
-        ((stored,),) = database.execute("SELECT count(*) FROM records WHERE run = ? AND kind = 'records'", [run.name])
-    return stored - len(run.records())
-
-
 def forget(run):
     """Delete the records of a run, and keep its verdicts on programs."""
     with sqlite3.connect(run.folder / "ledger.sqlite") as database:

@@ -12,7 +12,6 @@ import numpy as np
 import pandas
 import pytest
 import xarray as xr
-from ledgers import repeats
 from waiting import awaited
 
 from sinklens.analyses import find
@@ -28,11 +27,10 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads are 20 times
 
 
 def kept(out):
-    """Number of prompts in the ledger of a study; fails on duplicates."""
+    """Number of prompts in the ledger of a study."""
     if not holds_runs(out / "units"):
         return 0
     (run,) = LedgerRun.all(out / "units")
-    assert repeats(run) == 0
     return len(run.done())
 
 
