@@ -7,7 +7,7 @@ one entry here; the rest of hooks/ does not name modules.
 
 from dataclasses import dataclass
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, require
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,11 @@ def architecture_of(model_type: str) -> Architecture:
     Raises:
         CheckpointError: `model_type` has no record.
     """
-    if model_type not in ARCHITECTURES:
-        raise CheckpointError(
-            f"architecture {model_type!r} has no hook points; known are {', '.join(ARCHITECTURES)}. "
-            f"To add one of the Llama kind, pass a record to sinklens.families.register or add an entry to "
-            f"hooks/architectures.py (see CONTRIBUTING.md)."
-        )
+    require(
+        model_type in ARCHITECTURES,
+        f"architecture {model_type!r} has no hook points; known are {', '.join(ARCHITECTURES)}. "
+        f"To add one of the Llama kind, pass a record to sinklens.families.register or add an entry to "
+        f"hooks/architectures.py (see CONTRIBUTING.md).",
+        CheckpointError,
+    )
     return ARCHITECTURES[model_type]

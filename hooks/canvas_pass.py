@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.points import Watch
 
@@ -78,11 +78,12 @@ class CanvasPass:
         """
         length = self._hf.config.canvas_length
         start = ids.shape[1] - length
-        if start < 1:
-            raise PromptError(
-                f"the last {length} tokens of a pass are the canvas, and the encoder needs at least one token before "
-                f"it; got {ids.shape[1]} tokens."
-            )
+        require(
+            start >= 1,
+            f"the last {length} tokens of a pass are the canvas, and the encoder needs at least one token before "
+            f"it; got {ids.shape[1]} tokens.",
+            PromptError,
+        )
         cache = DynamicCache(config=self._hf.config)
         self.encode(ids[:, :start], None if real is None else real[:, :start], cache)
         return self.decode(ids[:, start:], real, cache, self_conditioning)

@@ -34,6 +34,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sinklens.errors import require
 from sinklens.hooks.attention import column_sums, fused
 from sinklens.hooks.attention.attention import bias_of
 from sinklens.hooks.attention.layer_sums import LayerSums
@@ -185,8 +186,11 @@ def _captured(watch: Watch, given: dict[Any, Tensor], forward: Forward, pool: An
         outputs, graph = capture(whole, static["input_ids"].device, pool)
         kept = Captured(static, outputs, points, graph)
         difference = _difference(kept.replay(given), whole())
-        if not difference <= fused.TOLERANCE.get(outputs[0].dtype, 1e-3):  # NaN is no agreement
-            raise ArithmeticError(f"its replay differs from it by {difference:.2g} of its length")
+        require(
+            difference <= fused.TOLERANCE.get(outputs[0].dtype, 1e-3),  # NaN is no agreement
+            f"its replay differs from it by {difference:.2g} of its length",
+            ArithmeticError,
+        )
         return kept
     except Exception as error:  # noqa: BLE001 - CUDA and libraries raise many kinds; the warning names it
         first = error.__context__ or error  # ending the capture raises another error

@@ -24,7 +24,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint, LensHandle
 from transformer_lens.utilities import Slice
 
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import HookNameError, SettingError, require
 from sinklens.hooks import names
 from sinklens.hooks.partial_pass import layers_run
 from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
@@ -182,11 +182,11 @@ class HookFront(HookedRootModule):
             HookNameError: a name or predicate matches no point of a single pass.
             SettingError: `remove_batch_dim` with several rows.
         """
-        if not isinstance(return_cache_object, bool):
-            raise SettingError(
-                f"the second argument of run_with_cache is return_cache_object, True or False; got a "
-                f"{type(return_cache_object).__name__}. Give a mask as attention_mask=."
-            )
+        require(
+            isinstance(return_cache_object, bool),
+            f"the second argument of run_with_cache is return_cache_object, True or False; got a "
+            f"{type(return_cache_object).__name__}. Give a mask as attention_mask=.",
+        )
         if remove_batch_dim and input.ndim > 1 and len(input) != 1:
             raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")
         points = self._passed(names_filter, forward)

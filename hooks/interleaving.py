@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import nn
 
-from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest
+from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest, require
 from sinklens.hooks.turn import Turn, in_turn
 
 # Classes that cannot be imported once `object` has `save`: beartype hashes the attributes of `object`, and `save` is
@@ -423,11 +423,12 @@ class BlockTracer(_CheckedTracer):
             SinklensError: no source is available, as in a plain REPL or exec'd code.
         """
         text = InterleavingTracer.source(filename)
-        if not text:
-            raise SinklensError(
-                f"a trace block is read as source, but {filename} has no source (a plain REPL, or code run by exec). "
-                f"Write the block in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)])."
-            )
+        require(
+            text,
+            f"a trace block is read as source, but {filename} has no source (a plain REPL, or code run by exec). "
+            f"Write the block in a file or a notebook, or use sinklens.generate(..., hooks=[(name, fn)]).",
+            SinklensError,
+        )
         return text
 
     @in_turn

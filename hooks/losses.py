@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.utilities import lm_cross_entropy_loss
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.attention.blocks import Blocks
 
 Loss = Callable[..., Tensor]  # of the logits of a pass, and of whether to return that of each token
@@ -115,5 +115,7 @@ class Masks:
             shape = list(canvas.shape)
             raise SettingError(f"targets= has the shape of the canvas, {shape}; got {list(targets.shape)}.")
         behind = targets.to(canvas.device)[masked]
-        if bool(((behind == self.token) | (behind < 0)).any()):
-            raise SettingError("targets= has no token at some masked positions (a mask, or -1); pass the full text.")
+        require(
+            not bool(((behind == self.token) | (behind < 0)).any()),
+            "targets= has no token at some masked positions (a mask, or -1); pass the full text.",
+        )

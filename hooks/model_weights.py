@@ -21,7 +21,7 @@ from transformer_lens import FactoredMatrix
 from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
 from sinklens.hooks.weights import Reader, bias_of
@@ -95,8 +95,9 @@ class ModelWeights:
         Raises:
             SettingError: the model has none.
         """
-        if not self.architecture.positions:
-            raise SettingError("this model rotates queries and keys by position; it has no learned positions.")
+        require(
+            self.architecture.positions, "this model rotates queries and keys by position; it has no learned positions."
+        )
         return weight_of(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.positions}"))
 
     @property
@@ -115,11 +116,11 @@ class ModelWeights:
         Raises:
             SettingError: the second axis is not the key/value heads.
         """
-        if grouped.ndim < 3 or grouped.shape[1] != self.cfg.n_key_value_heads:
-            raise SettingError(
-                f"expand_kv_heads takes weights [layer, kv_head, ...] with {self.cfg.n_key_value_heads} key/value "
-                f"heads, such as model.W_K; got {list(grouped.shape)}."
-            )
+        require(
+            grouped.ndim >= 3 and grouped.shape[1] == self.cfg.n_key_value_heads,
+            f"expand_kv_heads takes weights [layer, kv_head, ...] with {self.cfg.n_key_value_heads} key/value "
+            f"heads, such as model.W_K; got {list(grouped.shape)}.",
+        )
         return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
 
     def all_composition_scores(self, mode: str) -> CompositionScores:
@@ -131,8 +132,7 @@ class ModelWeights:
         Raises:
             SettingError: `mode` is not "Q", "K" or "V".
         """
-        if mode not in ("Q", "K", "V"):
-            raise SettingError(f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
+        require(mode in ("Q", "K", "V"), f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
         read = self.OV if mode == "V" else self.QK if mode == "Q" else self.QK.T
         scores = composition_scores(self.OV, read, broadcast_dims=True)
         layer = torch.arange(self.cfg.n_layers, device=scores.device)
@@ -152,8 +152,10 @@ class ModelWeights:
         Raises:
             SettingError: `mlp_input` after the last layer.
         """
-        if mlp_input and layer >= self.cfg.n_layers:
-            raise SettingError(f"layer {layer} has no MLP; mlp_input=True takes layers 0 to {self.cfg.n_layers - 1}.")
+        require(
+            not mlp_input or layer < self.cfg.n_layers,
+            f"layer {layer} has no MLP; mlp_input=True takes layers 0 to {self.cfg.n_layers - 1}.",
+        )
         total = self.b_O[: layer + mlp_input].sum(0)
         return total + self.b_out[:layer].sum(0) if include_mlp_biases else total
 
@@ -178,6 +180,8 @@ class ModelWeights:
             tokens = self.to_single_token(tokens)
         if isinstance(tokens, Tensor) and tokens.numel() == 1:
             tokens = int(tokens.item())
-        if as_integer(tokens) is None and not isinstance(tokens, Tensor):
-            raise SettingError(f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.")
+        require(
+            as_integer(tokens) is not None or isinstance(tokens, Tensor),
+            f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.",
+        )
         return self.W_U.T[tokens] * self.ln_final.w

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.offload import class_forward
 from sinklens.hooks.points import Point, Tap, at
 
@@ -48,8 +48,7 @@ def times_of(tree: Any, time: Time, rows: int, device: torch.device) -> Float[Te
     """
     architecture = tree.architecture
     if not architecture.time:
-        if time is not None:
-            raise SettingError("this model is not conditioned on the noise level; leave time= out.")
+        require(time is None, "this model is not conditioned on the noise level; leave time= out.")
         return None
     return tree.hf.get_submodule(architecture.base).time_of(time, rows, device)
 

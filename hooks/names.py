@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from sinklens.errors import HookNameError, SettingError, nearest
+from sinklens.errors import HookNameError, SettingError, nearest, require
 
 HookName = str | Callable[[str], bool]
 
@@ -271,16 +271,20 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         HookNameError: no such point; the message names the existing layers, or the nearest names.
         SettingError: the point is off; the message names the setter.
     """
-    if not isinstance(name, str):
-        raise HookNameError(f"a hook point is named by a text, such as 'blocks.0.hook_resid_pre'; got {name!r}.")
+    require(
+        isinstance(name, str),
+        f"a hook point is named by a text, such as 'blocks.0.hook_resid_pre'; got {name!r}.",
+        HookNameError,
+    )
     match = re.match(rf"((?:{re.escape(ENCODER)})?)blocks\.(-?\d+)\.(.+)$", name)
     if match:
         layer, rest = int(match.group(2)), match.group(3)
-        if not -n_layers <= layer < n_layers:
-            raise HookNameError(
-                f"{name!r}: layer {layer} does not exist; this model has {n_layers} layers, "
-                f"0 to {n_layers - 1} (or -{n_layers} to -1 from the end)."
-            )
+        require(
+            -n_layers <= layer < n_layers,
+            f"{name!r}: layer {layer} does not exist; this model has {n_layers} layers, "
+            f"0 to {n_layers - 1} (or -{n_layers} to -1 from the end).",
+            HookNameError,
+        )
         name = f"{match.group(1)}blocks.{layer % n_layers}.{rest}"
     if name in known:
         return name
@@ -326,11 +330,12 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
         for point in points:
             spellings.get(point, []).append(spelling)
     chosen = [point for point in known if any(name(spelling) for spelling in spellings[point])]
-    if not chosen:
-        raise HookNameError(
-            f"the predicate {name!r} matches none of the {len(known)} hook points; "
-            f"their names look like {known[1]!r}. `model.hook_names()` lists them."
-        )
+    require(
+        chosen,
+        f"the predicate {name!r} matches none of the {len(known)} hook points; "
+        f"their names look like {known[1]!r}. `model.hook_names()` lists them.",
+        HookNameError,
+    )
     return chosen
 
 
@@ -363,8 +368,7 @@ def position_axis(name: str) -> int:
     (-2, -1)
     """
     axes = axes_of(name.removesuffix("_grad"))
-    if not has_positions(name):
-        raise SettingError(f"{name} has one value for each row, so it has no positions; leave positions out.")
+    require(has_positions(name), f"{name} has one value for each row, so it has no positions; leave positions out.")
     return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 
 SHORT = (torch.int8, torch.uint8, torch.int16, torch.bool)  # integers that float32 represents exactly
 
@@ -43,8 +43,7 @@ def value_of(root: Any, name: str) -> Any:
     path, _, attribute = name.rpartition(".")
     module = root.get_submodule(path)
     form = form_of(module) if attribute == "weight" else None
-    if form is not None:
-        raise SettingError(f"{name} is quantized ({form}); load the model without quantization to read weights.")
+    require(form is None, f"{name} is quantized ({form}); load the model without quantization to read weights.")
     return _loaded(module, attribute)
 
 

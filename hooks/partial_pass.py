@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 
 RETURN_TYPES = ("logits", "loss", "both", None)
 LOSSES = ("loss", "both")
@@ -76,8 +76,9 @@ def layers_run(n_layers: int, start_at_layer: int | None, stop_at_layer: int | N
 
 
 def _bound(name: str, layer: int, n_layers: int, last: int) -> int:
-    if not -n_layers <= layer <= last:
-        raise SettingError(f"{name}={layer} is out of range; 0 to {last}, or -{n_layers} to -1 from the end.")
+    require(
+        -n_layers <= layer <= last, f"{name}={layer} is out of range; 0 to {last}, or -{n_layers} to -1 from the end."
+    )
     return layer + n_layers if layer < 0 else layer
 
 
@@ -117,7 +118,10 @@ def check_return_type(return_type: Any, stream_given: bool) -> None:
     Raises:
         SettingError: `return_type` is unknown, or a loss where there are no token ids.
     """
-    if return_type not in RETURN_TYPES:
-        raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
-    if return_type in LOSSES and stream_given:
-        raise SettingError(f"return_type={return_type!r} needs token ids; with start_at_layer take the logits.")
+    require(
+        return_type in RETURN_TYPES, f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}."
+    )
+    require(
+        return_type not in LOSSES or not stream_given,
+        f"return_type={return_type!r} needs token ids; with start_at_layer take the logits.",
+    )

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 
 
 def rotations(tree: Any, positions: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_head d_head"]:
@@ -23,15 +23,15 @@ def rotations(tree: Any, positions: Int[Tensor, " pos"]) -> Float[Tensor, "pos d
         SettingError: the layers of the model rotate differently, or not at all.
     """
     architecture, d_head = tree.architecture, tree.cfg.d_head
-    if architecture.encoder:
-        raise SettingError(
-            f"the layers of a {tree.hf.config.model_type} model rotate differently, so there is no single rotation; "
-            f"compare hook_q_normed and hook_rot_q of a layer."
-        )
-    if not architecture.rotary:
-        raise SettingError(
-            f"a {tree.hf.config.model_type} model does not rotate queries and keys; positions are in hook_pos_embed."
-        )
+    require(
+        not architecture.encoder,
+        f"the layers of a {tree.hf.config.model_type} model rotate differently, so there is no single rotation; "
+        f"compare hook_q_normed and hook_rot_q of a layer.",
+    )
+    require(
+        architecture.rotary,
+        f"a {tree.hf.config.model_type} model does not rotate queries and keys; positions are in hook_pos_embed.",
+    )
     embedding = tree.hf.get_submodule(f"{architecture.base}.{architecture.rotary}")
     like = torch.zeros(1, device=tree.cfg.device)  # float32; the model rounds to its own type
     cos, sin = (part[0][:, None] for part in embedding(like, positions[None].to(like.device)))

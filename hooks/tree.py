@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, require, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture
@@ -156,8 +156,10 @@ class HookTree(ModelWeights, HookFront):
         Raises:
             SettingError: the model has no encoder.
         """
-        if not self.architecture.encoder:
-            raise SettingError(f"a {self.hf.config.model_type} model has no encoder; its passes cover the canvas.")
+        require(
+            self.architecture.encoder,
+            f"a {self.hf.config.model_type} model has no encoder; its passes cover the canvas.",
+        )
         return CanvasPass(self.hf, self.architecture, self.watch)
 
     @property
@@ -187,12 +189,12 @@ class HookTree(ModelWeights, HookFront):
             SettingError: True, in a model with fewer key/value heads than query heads.
         """
         group = self.cfg.n_heads // self.cfg.n_key_value_heads
-        if ungroup_grouped_query_attention and group > 1:
-            raise SettingError(
-                f"hook_k and hook_v keep their {self.cfg.n_key_value_heads} key/value heads; query head h reads "
-                f"key/value head h // {group}. value.repeat_interleave({group}, dim=-2) repeats them to the query "
-                f"heads, and model.expand_kv_heads does so with weights."
-            )
+        require(
+            not ungroup_grouped_query_attention or group <= 1,
+            f"hook_k and hook_v keep their {self.cfg.n_key_value_heads} key/value heads; query head h reads "
+            f"key/value head h // {group}. value.repeat_interleave({group}, dim=-2) repeats them to the query "
+            f"heads, and model.expand_kv_heads does so with weights.",
+        )
 
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Turn ``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` on or off; see inputs.py."""
@@ -207,12 +209,14 @@ class HookTree(ModelWeights, HookFront):
         self._switch("use_hook_mlp_in", use_hook_mlp_in)
 
     def _switch(self, flag: str, value: bool, unless: str = "") -> None:
-        if value and not self._inputs:
-            raise SettingError(
-                f"{flag} is not available: this model has layers whose keys and values share a projection."
-            )
-        if value and getattr(self.cfg, unless, False):
-            raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
+        require(
+            not value or self._inputs,
+            f"{flag} is not available: this model has layers whose keys and values share a projection.",
+        )
+        require(
+            not value or not getattr(self.cfg, unless, False),
+            f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.",
+        )
         self.cfg = replace(self.cfg, **{flag: value})
 
     @in_turn
@@ -298,12 +302,16 @@ class HookTree(ModelWeights, HookFront):
         """
         wanted = [self.resolve(name) for name in names]
         for name in wanted:
-            if name.startswith("denoise."):
-                raise HookNameError(f"{name!r} belongs to the sampler; a single pass does not reach it.")
-        if self.watch.peeked is not None:
-            raise SinklensError(
-                "another peek is running; call peek after it returns (hooks are not called during a peek)."
+            require(
+                not name.startswith("denoise."),
+                f"{name!r} belongs to the sampler; a single pass does not reach it.",
+                HookNameError,
             )
+        require(
+            self.watch.peeked is None,
+            "another peek is running; call peek after it returns (hooks are not called during a peek).",
+            SinklensError,
+        )
         watch, handover = self.watch, self.watch.handover
         running, cache, sums = watch.forward_pass, watch.cache, watch.sums
         self.watch.peeked = peeked = dict.fromkeys(wanted)
@@ -328,11 +336,12 @@ class HookTree(ModelWeights, HookFront):
             SinklensError: the model was released, or a module was compiled. Compiled code bypasses the points: hooks
                 would silently do nothing.
         """
-        if self.disconnected:
-            raise SinklensError(
-                "this model was released (model.release(), or the end of a sinklens.borrow block); call sinklens.load "
-                "on the transformers model again."
-            )
+        require(
+            not self.disconnected,
+            "this model was released (model.release(), or the end of a sinklens.borrow block); call sinklens.load "
+            "on the transformers model again.",
+            SinklensError,
+        )
         for module in self.hf.modules():
             if module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
                 name = next(name for name, other in self.hf.named_modules() if other is module)
@@ -442,11 +451,11 @@ class HookTree(ModelWeights, HookFront):
         Raises:
             SettingError: the model does not change its attention, or see `single_pass`.
         """
-        if not self.changes_attention and not (mode is None and block_start is None):
-            raise SettingError(
-                f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
-                f"{self.hf.config.model_type} model does not. Leave them out."
-            )
+        require(
+            self.changes_attention or (mode is None and block_start is None),
+            f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
+            f"{self.hf.config.model_type} model does not. Leave them out.",
+        )
         return single_pass(mode, block_start, length, self.adapter is not None)
 
     def loss_of(
@@ -458,8 +467,7 @@ class HookTree(ModelWeights, HookFront):
             SettingError: it is not defined for this model, these ids or these targets.
         """
         if self.causal or mode in CAUSAL:
-            if targets is not None:
-                raise SettingError("the targets of an autoregressive model are its input; leave targets= out.")
+            require(targets is None, "the targets of an autoregressive model are its input; leave targets= out.")
             return next_token_loss(ids, real)
         if self.masks is None:
             raise SettingError(
@@ -470,22 +478,28 @@ class HookTree(ModelWeights, HookFront):
 
     def _check_canvas(self, start: int | None, stop: int | None, conditioning: Tensor | None) -> None:
         """Refuse what a tree with an encoder, or one without, does not offer."""
-        if self.architecture.encoder and (start is not None or stop is not None):
-            raise SettingError(
-                "a model with an encoder runs all layers of both; leave start_at_layer and stop_at_layer out."
-            )
-        if conditioning is not None and not self.architecture.self_conditioning:
-            raise SettingError("this model is not conditioned on the last step's logits; leave self_conditioning out.")
+        require(
+            not self.architecture.encoder or (start is None and stop is None),
+            "a model with an encoder runs all layers of both; leave start_at_layer and stop_at_layer out.",
+        )
+        require(
+            conditioning is None or self.architecture.self_conditioning,
+            "this model is not conditioned on the last step's logits; leave self_conditioning out.",
+        )
 
     def _check_input(self, given: Any, from_stream: bool) -> None:
         kind = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
-        if not isinstance(given, Tensor) or (not from_stream and given.is_floating_point()):
-            raise PromptError(f"a pass of the tree takes token ids [batch, pos]; got {kind}.")
-        if from_stream and (given.ndim != 3 or given.shape[-1] != self.cfg.d_model):
-            raise PromptError(
-                f"start_at_layer takes the residual-stream tensor that enters the layer, "
-                f"[batch, pos, {self.cfg.d_model}]; got {kind}."
-            )
+        require(
+            isinstance(given, Tensor) and (from_stream or not given.is_floating_point()),
+            f"a pass of the tree takes token ids [batch, pos]; got {kind}.",
+            PromptError,
+        )
+        require(
+            not from_stream or (given.ndim == 3 and given.shape[-1] == self.cfg.d_model),
+            f"start_at_layer takes the residual-stream tensor that enters the layer, "
+            f"[batch, pos, {self.cfg.d_model}]; got {kind}.",
+            PromptError,
+        )
 
 
 def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool) -> tuple[names.PointSpec, ...]:

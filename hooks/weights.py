@@ -26,7 +26,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.offload import class_forward, form_of, value_of, weight_of
 
 
@@ -130,10 +130,10 @@ def _of_mlp(name: str, make: Callable[[nn.Module], Tensor], meaning: str) -> pro
                 f"the MLP of layer {points.hook_expert_out.layer()} is a mixture of experts, so it has no W_gate, "
                 f"W_in, W_out, b_gate or b_in; the weights of its experts are parameters of model.tree.hf."
             )
-        if name not in projections:
-            raise SettingError(
-                "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre."
-            )
+        require(
+            name in projections,
+            "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre.",
+        )
         return make(projections[name])
 
     return property(read, doc=meaning)

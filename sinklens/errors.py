@@ -10,7 +10,7 @@ generated programs, which the caller gets as an outcome.
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 BETWEEN = ("sinklens", "nnsight", "jaxtyping", "contextlib")  # packages whose frames are not user code
@@ -87,7 +87,7 @@ class DeviceMemoryError(SinklensError, MemoryError):
     """A run needed more memory than its device, or the machine, had left."""
 
 
-def require(condition: object, text: str, error: type[Exception] = SettingError) -> None:
+def require(condition: object, text: str, error: Callable[[str], Exception] = SettingError) -> None:
     """Raise an `error` with this text unless the condition holds; the text is made in any case."""
     if not condition:
         raise error(text)

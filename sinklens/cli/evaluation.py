@@ -216,11 +216,12 @@ def _refuse_settings(
     samplers = [given["sampler"]] if "sampler" in given else samplers
     known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).settings())}
     for name in given:
-        if name not in known:
-            raise SinklensError(
-                f"--{name.replace('_', '-')} is not a setting of the {' or '.join(samplers)} sampler, which "
-                f"{listed} {'use' if len(models) > 1 else 'uses'}; remove it."
-            )
+        require(
+            name in known,
+            f"--{name.replace('_', '-')} is not a setting of the {' or '.join(samplers)} sampler, which "
+            f"{listed} {'use' if len(models) > 1 else 'uses'}; remove it.",
+            SinklensError,
+        )
 
 
 def shard_of(text: str) -> tuple[int, int]:

@@ -73,10 +73,10 @@ def run_study(
         raise SettingError(
             f"--seeds compares training runs of one recipe; give at least two models, not {models[0]} alone."
         )
-    if group is not None and prompts is None:
-        raise SettingError(
-            "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl)."
-        )
+    require(
+        group is None or prompts is not None,
+        "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl).",
+    )
     groups = read_groups(prompts, group, limit) if group is not None and prompts is not None else None
     answers = _answers(prompts, limit, kind, asked)
     study = kind(batch_size=batch_size, length=length, settings=settings or {}, answers=answers, **run or {})

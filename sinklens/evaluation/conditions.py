@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sinklens.errors import SettingError, nearest, require
+from sinklens.errors import nearest, require
 from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.places import AtKeys, Reach
@@ -72,11 +72,11 @@ class Condition:
             f"{self.name!r} cannot be a control of itself; name the condition it is a control of.",
         )
         for hook in self.hooks:
-            if not isinstance(hook, Intervention):
-                raise SettingError(
-                    f"the hooks of a condition are interventions, whose settings the ledger records; got {hook!r:.80}. "
-                    f"For a function of your own, write a subclass of Intervention."
-                )
+            require(
+                isinstance(hook, Intervention),
+                f"the hooks of a condition are interventions, whose settings the ledger records; got {hook!r:.80}. "
+                f"For a function of your own, write a subclass of Intervention.",
+            )
         self.described()  # refuses what cannot be identified
 
     def described(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from annotated_types import Ge
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks import names
 from sinklens.hooks.modulation import Time, times_of
 from sinklens.hooks.names import READ_ONLY, axes_of
@@ -294,11 +294,11 @@ def wide(value: Tensor) -> Tensor:
 
 def metric_value(metric: LogitMetric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
     value = metric(logits)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise SettingError(
-            f"a metric must map logits [batch, pos, vocab] to a tensor with one number; got {type(value).__name__} "
-            f"of shape {list(getattr(value, 'shape', []))}."
-        )
+    require(
+        isinstance(value, Tensor) and value.numel() == 1,
+        f"a metric must map logits [batch, pos, vocab] to a tensor with one number; got {type(value).__name__} "
+        f"of shape {list(getattr(value, 'shape', []))}.",
+    )
     return value.reshape(())
 
 

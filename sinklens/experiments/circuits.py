@@ -101,8 +101,10 @@ class Circuit:
         exists = int((~np.isnan(values)).sum())
         require((count is None) != (share is None), "pass one of count= and share=.")
         size = round(exists * share) if count is None and share is not None else count
-        if size is None or not 0 <= size <= exists:
-            raise SettingError(f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.")
+        require(
+            size is not None and 0 <= size <= exists,
+            f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.",
+        )
         order = np.argsort(-values, axis=None, kind="stable")[:size]  # NaN comes last
         return cls(_marked(scores, order), scores)
 
@@ -170,10 +172,12 @@ class Circuit:
         """
         try:
             data = xr.load_dataset(path, engine="h5netcdf")
-            if data.attrs["format"] != FORMAT:
-                raise KeyError(f"format {data.attrs['format']!r}")
-            if not all(isinstance(one, str) for axis in ("sender", "receiver") for one in data[axis].values.tolist()):
-                raise TypeError("its senders and receivers have no names")
+            require(data.attrs["format"] == FORMAT, f"format {data.attrs['format']!r}", KeyError)
+            require(
+                all(isinstance(one, str) for axis in ("sender", "receiver") for one in data[axis].values.tolist()),
+                "its senders and receivers have no names",
+                TypeError,
+            )
             return cls(data["kept"].astype(bool), data["scores"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} holds no circuit: {error}. Pass a file that Circuit.save wrote.") from error

@@ -63,11 +63,11 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
         )
     part = run.key_reuse or ("use_cache=True" if run.settings.caches_keys else "")
-    if part:
-        raise SettingError(
-            f"with {part}, a step sums attention over the queries that it computes, which differ from step to step, so "
-            f"its column sums do not show jumps. Repeat the run without {part.partition('=')[0]}= and with replay=run."
-        )
+    require(
+        not part,
+        f"with {part}, a step sums attention over the queries that it computes, which differ from step to step, so "
+        f"its column sums do not show jumps. Repeat the run without {part.partition('=')[0]}= and with replay=run.",
+    )
     row = within("row", [row], len(run.canvas))[0]
     sinks = run.sinks.detect() if detector is None else run.sinks.detect(detector)
     score, sinks = run.sinks.scores().to_numpy()[row], sinks.to_numpy()[row]

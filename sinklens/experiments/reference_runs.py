@@ -254,11 +254,11 @@ def input_norms(
         """Add the inputs of a module: at positions, at tokens (routers), or of rows (conditioning)."""
         x, counts = inputs[0].flatten(0, -2).float(), counted[-1]
         weights = counts.flatten() if len(x) == counts.numel() else counts.amax(dim=1)
-        if len(x) != len(weights):
-            raise SettingError(
-                f"{names[module]} reads {len(x)} inputs in a pass of {counts.numel()} positions, so they cannot be "
-                f"assigned to positions; prune with score='magnitude'."
-            )
+        require(
+            len(x) == len(weights),
+            f"{names[module]} reads {len(x)} inputs in a pass of {counts.numel()} positions, so they cannot be "
+            f"assigned to positions; prune with score='magnitude'.",
+        )
         totals[names[module]] = totals.get(names[module], 0) + weights.to(x) ** 2 @ x**2
 
     with torch.no_grad(), ExitStack() as hooks:
@@ -287,11 +287,11 @@ def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | 
     require(runs, "input_norms needs at least one run.")
     for run in runs:
         require_run(run, "runs")
-        if run.model is not runs[0].model:
-            raise SettingError(
-                f"all runs must be of one loaded model; these are of {runs[0].model.name} and {run.model.name}. Load "
-                f"it once, model = sinklens.load(...), and pass it to every sinklens.generate."
-            )
+        require(
+            run.model is runs[0].model,
+            f"all runs must be of one loaded model; these are of {runs[0].model.name} and {run.model.name}. Load "
+            f"it once, model = sinklens.load(...), and pass it to every sinklens.generate.",
+        )
         require(
             without is None or run.sinks is not None,
             "without= reads the recorded sinks of every run; generate with record_sinks=True.",

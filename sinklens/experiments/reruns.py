@@ -64,18 +64,20 @@ def replaced_prompts(
     model, prompts = base.model, ids[:, : base.prompt_length].cpu()
     for old, new in changes.items():
         before, after = (model.to_tokens(text, prepend_bos=False)[0].cpu() for text in (old, new))
-        if len(before) != len(after):
-            raise PromptError(
-                f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
-                f"({model.to_str_tokens(after)}); positions stay aligned only if both have the same number of tokens."
-            )
+        require(
+            len(before) == len(after),
+            f"{old!r} has {len(before)} tokens ({model.to_str_tokens(before)}) and {new!r} has {len(after)} "
+            f"({model.to_str_tokens(after)}); positions stay aligned only if both have the same number of tokens.",
+            PromptError,
+        )
         fits = len(before) <= prompts.shape[1]
         found = (prompts.unfold(1, len(before), 1) == before).all(dim=-1).nonzero().tolist() if fits else []
-        if not found:
-            raise PromptError(
-                f"{old!r} occurs in no prompt as the tokens {model.to_str_tokens(before)}; a leading space may be "
-                f"part of a token (see model.to_str_tokens)."
-            )
+        require(
+            found,
+            f"{old!r} occurs in no prompt as the tokens {model.to_str_tokens(before)}; a leading space may be "
+            f"part of a token (see model.to_str_tokens).",
+            PromptError,
+        )
         prompts = prompts.clone()
         for row, start in found:
             prompts[row, start : start + len(after)] = after

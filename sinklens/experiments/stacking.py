@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, SettingError, require
+from sinklens.errors import HookFunctionError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -38,11 +38,11 @@ class Stacked(HookSource):
             SettingError: in a single pass, or if the rows do not divide evenly.
         """
         listed = self.listed
-        if run.single or len(run.real) % len(listed):
-            raise SettingError(
-                f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
-                f"{'a single pass' if run.single else len(run.real)}."
-            )
+        require(
+            not run.single and not len(run.real) % len(listed),
+            f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
+            f"{'a single pass' if run.single else len(run.real)}.",
+        )
         count = len(run.real) // len(listed)
         known, layers = model.hook_names(), model.cfg.n_layers
         by_point: dict[str, list[list[HookFunction]]] = {}

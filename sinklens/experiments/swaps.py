@@ -20,7 +20,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest, require
+from sinklens.errors import nearest, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -155,8 +155,10 @@ def kinds_of_vocabulary(model: "Model") -> Int[np.ndarray, " vocab"]:
     Raises:
         SettingError: the model has no tokenizer.
     """
-    if model.tokenizer is None:
-        raise SettingError(f"{model.name} has no tokenizer, so the kinds of its tokens are unknown; load it with one.")
+    require(
+        model.tokenizer is not None,
+        f"{model.name} has no tokenizer, so the kinds of its tokens are unknown; load it with one.",
+    )
     return _kinds_of(model.tokenizer, model.cfg.d_vocab, repr(model.special_tokens))
 
 
@@ -177,9 +179,9 @@ def _candidates(run: "Generation", kind: Kind, among: Sequence[int] | None) -> I
     seen = run.canvas[run.canvas >= 0].unique().tolist() if among is None else list(among)
     known = kinds_of_vocabulary(run.model)
     found = np.array([token for token in seen if known[token] == kind], dtype=int)
-    if not len(found):
-        raise SettingError(
-            f"{'the run' if among is None else 'among'} has no token of the kind {kind.name.lower()} to put in place; "
-            f"give ids of that kind (among=)."
-        )
+    require(
+        len(found),
+        f"{'the run' if among is None else 'among'} has no token of the kind {kind.name.lower()} to put in place; "
+        f"give ids of that kind (among=).",
+    )
     return found

@@ -285,11 +285,12 @@ def named_family(config: dict[str, Any], where: str) -> Family:
         register_installed()
     if by_type := next(_named_by("model_type", kind), None):
         return by_type
-    if {"graph", "tokens", "model"} <= config.keys():
-        raise CheckpointError(
-            f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "
-            f"family='sedd'."
-        )
+    require(
+        not {"graph", "tokens", "model"} <= config.keys(),
+        f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "
+        f"family='sedd'.",
+        CheckpointError,
+    )
     needs_code = (
         " It asks for code in its repository (auto_map), which sinklens never runs." if config.get("auto_map") else ""
     )

@@ -20,7 +20,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import Scope, ScopeReader, stream_point
 from sinklens.features.splice import SpliceSAE
@@ -76,8 +76,9 @@ def assess(
     Raises:
         SettingError: an autoregressive model, which has no undecided positions.
     """
-    if model.mask_token_id is None:
-        raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
+    require(
+        model.mask_token_id is not None, f"assess compares losses at undecided positions, and {model.name} has none."
+    )
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     point, logits, fits = stream_point(model, point), MaskedLogits(), [Fit(sae) for _ in scopes]
     read = [

@@ -71,11 +71,11 @@ class SparseAutoencoder:
     def __post_init__(self) -> None:
         d_in, d_sae = self.W_enc.shape
         shapes = [tuple(value.shape) for value in (self.b_enc, self.W_dec, self.b_dec)]
-        if shapes != [(d_sae,), (d_sae, d_in), (d_in,)]:
-            raise SettingError(
-                f"W_enc of shape {[d_in, d_sae]} needs b_enc {[d_sae]}, W_dec {[d_sae, d_in]} and b_dec {[d_in]}; "
-                f"got {', '.join(str(list(shape)) for shape in shapes)}."
-            )
+        require(
+            shapes == [(d_sae,), (d_sae, d_in), (d_in,)],
+            f"W_enc of shape {[d_in, d_sae]} needs b_enc {[d_sae]}, W_dec {[d_sae, d_in]} and b_dec {[d_in]}; "
+            f"got {', '.join(str(list(shape)) for shape in shapes)}.",
+        )
         require(
             self.architecture in ("standard", "topk", "jumprelu"),
             f"architecture must be 'standard', 'topk' or 'jumprelu'; got {self.architecture!r}.",

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookNameError, SettingError, require
+from sinklens.errors import HookNameError, require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
@@ -74,8 +74,7 @@ def stream_point(model: "Model", point: str) -> str:
         HookNameError: there is no such point.
         SettingError: its value has other axes.
     """
-    if not isinstance(point, str):
-        raise HookNameError(f"point must be the name of one hook point; got {point!r}.")
+    require(isinstance(point, str), f"point must be the name of one hook point; got {point!r}.", HookNameError)
     name = names.select(point, model.hook_names(), model.cfg.n_layers)[0]
     axes = names.axes_of(name)
     require(
@@ -99,8 +98,10 @@ class InScope(OfKind):
         return cls(states) if where is None else cls(states) & where
 
     def start(self, now: Moment) -> Chooser:
-        if tuple(self.names) == ("masked",) and now.model.mask_token_id is None:
-            raise SettingError(f"scope='masked' selects nothing: {now.model.name} has no mask token. Use 'decided'.")
+        require(
+            tuple(self.names) != ("masked",) or now.model.mask_token_id is not None,
+            f"scope='masked' selects nothing: {now.model.name} has no mask token. Use 'decided'.",
+        )
         return super().start(now)
 
 

@@ -155,8 +155,7 @@ class ProbeData:
         mask = np.ones(len(self), dtype=bool)
         for name, wanted in conditions.items():
             mask &= np.isin(self.column(name), np.atleast_1d(wanted))
-        if not mask.any():
-            raise SettingError(f"no place has {', '.join(f'{name}={value!r}' for name, value in conditions.items())}.")
+        require(mask.any(), f"no place has {', '.join(f'{name}={value!r}' for name, value in conditions.items())}.")
         return self.chosen(mask)
 
 
@@ -205,8 +204,7 @@ def probe_data(
         for name in names:
             values[name].append(seen[name].flatten(2).float().cpu().numpy()[row, column])
         found.append((row, np.full(len(row), step), column))
-    if not found:
-        raise SettingError(f"the run has no place in scope={scope!r}, steps={steps!r}, positions={positions!r}.")
+    require(found, f"the run has no place in scope={scope!r}, steps={steps!r}, positions={positions!r}.")
     row, at_step, column = (np.concatenate(part) for part in zip(*found, strict=True))
     columns = _columns(run, row, at_step, column, states)
     if detector is not None and run.sinks is not None:

@@ -37,7 +37,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.features.probe_places import ProbeData
 from sinklens.features.probes import ProbeKind, fitted
 from sinklens.utils.arguments import Positive, read_as
@@ -88,11 +88,11 @@ def probe_table(
     for name, part in _parts(data, by):
         y, unit = part.column(label), np.unique(part.column(units), return_inverse=True)[1]
         count, rng = int(unit.max()) + 1, np.random.default_rng(seed)
-        if count < folds:
-            raise SettingError(
-                f"there are {count} values of {units!r}, too few for {folds} folds; read more prompts, or pass "
-                f"folds={max(2, count)}."
-            )
+        require(
+            count >= folds,
+            f"there are {count} values of {units!r}, too few for {folds} folds; read more prompts, or pass "
+            f"folds={max(2, count)}.",
+        )
         test = _Test(unit, rng.permutation(np.arange(count) % folds)[unit], kind, penalty, balanced)
         shuffled = [_shuffled(y, unit, rng) for _ in range(repeats)]
         bag = _tokens(part)

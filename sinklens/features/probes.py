@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SettingError, require
+from sinklens.errors import CheckpointError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
@@ -103,14 +103,13 @@ class Probe:
         """The vector of class `toward` minus the mean of the others."""
         if self.classes is None:
             return vectors[0]
-        if toward is None and len(self.classes) > 2:
-            raise SettingError(
-                f"the probe has {len(self.classes)} classes, so toward= must name one of them: {_listed(self.classes)}."
-            )
+        require(
+            toward is not None or len(self.classes) <= 2,
+            f"the probe has {len(self.classes)} classes, so toward= must name one of them: {_listed(self.classes)}.",
+        )
         toward = self.classes[1] if toward is None else toward
         chosen = self.classes == toward
-        if chosen.sum() != 1:
-            raise SettingError(f"the probe has no class {toward!r}; it has {_listed(self.classes)}.")
+        require(chosen.sum() == 1, f"the probe has no class {toward!r}; it has {_listed(self.classes)}.")
         return np.asarray(vectors[chosen][0] - vectors[~chosen].mean(axis=0))
 
     @property
@@ -153,8 +152,11 @@ class Probe:
             classes = None if about["classes"] is None else np.array(about["classes"])
             kind, point = read_as(ProbeKind, "kind", about["kind"]), read_as(str, "point", about["point"])
             (outputs, width), labels = tensors["weights"].shape, (1,) if classes is None else classes.shape
-            if not tensors["bias"].shape == labels == (outputs,) or tensors["means"].shape[1:] != (width,):
-                raise ValueError("the shapes of its weights, bias, means and classes disagree")
+            require(
+                tensors["bias"].shape == labels == (outputs,) and tensors["means"].shape[1:] == (width,),
+                "the shapes of its weights, bias, means and classes disagree",
+                ValueError,
+            )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{file} holds no probe: {error}. Pass a file that Probe.save wrote.") from error
         return cls(kind=kind, point=point, classes=classes, **tensors)
@@ -223,8 +225,7 @@ def fitted(
     x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], kind: ProbeKind, penalty: Positive = 1.0
 ) -> Probe:
     """A probe of vectors and their labels; see `fit_probe`."""
-    if kind not in get_args(ProbeKind):
-        raise SettingError(f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
+    require(kind in get_args(ProbeKind), f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
     penalty = read_as(Positive, "penalty", penalty)
     x = np.asarray(x, dtype=np.float64)
     if kind == "ridge":
@@ -233,11 +234,11 @@ def fitted(
         linear = _linear(x, np.asarray(y, dtype=np.float64), Ridge(alpha=penalty))
         return Probe("ridge", "", *linear, None, np.zeros((0, x.shape[1])))
     classes = np.unique(y)
-    if len(classes) < 2 or (len(classes) > 2 and kind in ("mass_mean", "difference")):
-        raise SettingError(
-            f"a {kind} probe needs {'two classes' if kind in ('mass_mean', 'difference') else 'at least two classes'}; "
-            f"the label has {_listed(classes)}."
-        )
+    require(
+        len(classes) >= 2 and (len(classes) <= 2 or kind not in ("mass_mean", "difference")),
+        f"a {kind} probe needs {'two classes' if kind in ('mass_mean', 'difference') else 'at least two classes'}; "
+        f"the label has {_listed(classes)}.",
+    )
     means = np.stack([x[y == name].mean(axis=0) for name in classes])
     make: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
         "logistic": lambda: _logistic(x, y, classes, penalty),

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.errors import CheckpointError, SettingError, nearest, require
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
 from sinklens.features.dictionaries import DICTIONARY, DICTIONARY_CONFIG, read_dictionary
 from sinklens.utils.atomic import write_file
@@ -90,11 +90,12 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
             )
     missing = [name for name in READ[kind] if name not in weights]
     surplus = [name for name in weights if name not in READ[kind]]
-    if missing or surplus:
-        raise CheckpointError(
-            f"{path}: the weights must be {', '.join(READ[kind])} for architecture {kind!r}; missing: "
-            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
-        )
+    require(
+        not missing and not surplus,
+        f"{path}: the weights must be {', '.join(READ[kind])} for architecture {kind!r}; missing: "
+        f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}.",
+        CheckpointError,
+    )
     try:
         sae = SparseAutoencoder(
             **{name: value.float() for name, value in weights.items()},

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import InScope, Scope, selected, states_of, stream_point
 from sinklens.hooks.points import Point
@@ -67,21 +67,20 @@ class SpliceSAE(AtPositions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.sae, SAE):
-            raise SettingError(
-                f"sae must have the methods encode and decode; {type(self.sae).__name__} lacks one. For a folder in "
-                f"SAELens's format use features.load_sae(folder)."
-            )
+        require(
+            isinstance(self.sae, SAE),
+            f"sae must have the methods encode and decode; {type(self.sae).__name__} lacks one. For a folder in "
+            f"SAELens's format use features.load_sae(folder).",
+        )
         states_of(self.scope)
-        if self.error and self.features is None:
-            raise SettingError(
-                "error=True without features= changes nothing; name the features to change, or pass error=False for "
-                "the reconstruction."
-            )
+        require(
+            not self.error or self.features is not None,
+            "error=True without features= changes nothing; name the features to change, or pass error=False for "
+            "the reconstruction.",
+        )
         if self.features is not None:
             listed = whole_numbers("feature", list(self.features))
-            if min(listed) < 0:
-                raise SettingError(f"features are numbers from 0; got {min(listed)}.")
+            require(min(listed) >= 0, f"features are numbers from 0; got {min(listed)}.")
 
     @property
     def rule(self) -> Rule | None:
@@ -114,11 +113,10 @@ class SpliceSAE(AtPositions):
         """`features` with the chosen ones set."""
         assert self.features is not None
         numbers = whole_numbers("feature", list(self.features))
-        if max(numbers) >= features.shape[-1]:
-            raise SettingError(
-                f"feature {max(numbers)} does not exist; the SAE has {features.shape[-1]}, 0 to "
-                f"{features.shape[-1] - 1}."
-            )
+        require(
+            max(numbers) < features.shape[-1],
+            f"feature {max(numbers)} does not exist; the SAE has {features.shape[-1]}, 0 to {features.shape[-1] - 1}.",
+        )
         values = [self.features[number] for number in numbers] if isinstance(self.features, Mapping) else 0.0
         features = features.clone()
         features[..., numbers] = torch.as_tensor(values, dtype=features.dtype, device=features.device)
@@ -126,9 +124,9 @@ class SpliceSAE(AtPositions):
 
 
 def _fitting(new: Tensor, x: Tensor) -> Tensor:
-    if new.shape != x.shape:
-        raise SettingError(
-            f"the SAE returned activations of size {new.shape[-1]}, but the point has {x.shape[-1]}; use an SAE that "
-            f"was trained at this point of this model."
-        )
+    require(
+        new.shape == x.shape,
+        f"the SAE returned activations of size {new.shape[-1]}, but the point has {x.shape[-1]}; use an SAE that "
+        f"was trained at this point of this model.",
+    )
     return new.to(x)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest, require
+from sinklens.errors import nearest, require
 from sinklens.sinks.store import Store, reading
 from sinklens.utils.arguments import read_as
 
@@ -40,11 +40,11 @@ class ActivationStore(Store):
         super().__init__(path)
         self.points: list[str] = list(self.about["points"])
         self.point = point or self.points[0]
-        if self.point not in self.points:
-            raise SettingError(
-                f"{path} holds no activations at {point!r}, only at {', '.join(self.points)}."
-                f"{nearest(self.point, self.points)}"
-            )
+        require(
+            self.point in self.points,
+            f"{path} holds no activations at {point!r}, only at {', '.join(self.points)}."
+            f"{nearest(self.point, self.points)}",
+        )
 
     def check(self) -> None:
         super().check()

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
@@ -60,19 +60,21 @@ class Ablate(AtPositions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by == "resample" and self.reference is None:
-            raise SettingError("resampling needs reference=donors(model, prompts, names).")
+        require(
+            self.by != "resample" or self.reference is not None,
+            "resampling needs reference=donors(model, prompts, names).",
+        )
         require(
             self.reference is None or self.by in ("mean", "resample"),
             f"by={self.by!r} does not use reference=; pass by='mean' or by='resample', or omit it.",
         )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if self.by == "mean" and self.reference is None and model.causal:
-            raise SettingError(
-                "the mean over a row's positions would leak later positions in a causal model; pass "
-                "reference=donors(model, prompts, names)."
-            )
+        require(
+            self.by != "mean" or self.reference is not None or not model.causal,
+            "the mean over a row's positions would leak later positions in a causal model; pass "
+            "reference=donors(model, prompts, names).",
+        )
         entered: dict[int, Tensor] = {}
         samples = {} if self.reference is None else self._samples(self.reference, model)
 

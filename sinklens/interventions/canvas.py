@@ -246,8 +246,9 @@ def _of_rows(given: Int[Tensor, "prompt n"], rows: int, name: str) -> Int[Tensor
 
 
 def _check_token(token: int, model: "Model") -> None:
-    if not 0 <= token < model.cfg.d_vocab:
-        raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
+    require(
+        0 <= token < model.cfg.d_vocab, f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}."
+    )
 
 
 def _refuse_prompt(what: AtPositions, run: RunContext) -> None:

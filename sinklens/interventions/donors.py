@@ -77,8 +77,10 @@ class Draws:
     """Draws a donor for each position of one run."""
 
     def __init__(self, donors: Donors, match: Sequence[str], seed: int, run: RunContext) -> None:
-        if isinstance(match, str) or not match or not set(match) <= set(MATCHED):
-            raise SettingError(f"match must be a list of {', '.join(MATCHED)}; got {match!r}.")
+        require(
+            not isinstance(match, str) and match and set(match) <= set(MATCHED),
+            f"match must be a list of {', '.join(MATCHED)}; got {match!r}.",
+        )
         self._donors, self._match, self._seed, self._run = donors, tuple(match), seed, run
         self._canvas = Canvas(run)
         labels = torch.stack([getattr(donors, name).long() for name in match], dim=1)

@@ -97,11 +97,11 @@ def steps_of_source(source: Mapping[int, Any]) -> list[int]:
         SettingError: they do not map steps to caches, or hold no step.
     """
     known = isinstance(source, Mapping) and not any(as_integer(step) is None for step in source)
-    if not known or not all(isinstance(cache, Iterable) for cache in source.values()):
-        raise SettingError(
-            f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
-            f"{type(source).__name__}. For the cache of a single pass write source={{0: cache}}."
-        )
+    require(
+        known and all(isinstance(cache, Iterable) for cache in source.values()),
+        f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
+        f"{type(source).__name__}. For the cache of a single pass write source={{0: cache}}.",
+    )
     require(len(source), "source holds no step; run the model that fills it first.")
     return sorted(source)
 
@@ -178,10 +178,10 @@ class _Patch:
         cache, run, axes = self._what.source[part.step], self._run, names.axes_of(part.name)
         require_columns(cache, part.name, part.step, part.columns)
         new = cache[part.name].to(here)
-        if len(new) not in (1, len(here)):
-            raise SettingError(
-                f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}."
-            )
+        require(
+            len(new) in (1, len(here)),
+            f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}.",
+        )
         new = new.expand(len(here), *new.shape[1:])
         if run.single or (run.causal and not _of_queries(part.name)):
             return new
@@ -207,11 +207,11 @@ class _Patch:
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
         if what.positions is not None and (what.source_positions is not None or new.shape[axis] != here.shape[axis]):
             new = self._moved(part, here, new, what.positions)
-        if new.shape != here.shape:
-            raise SettingError(
-                f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
-                f"different lengths pass positions= and source_positions=."
-            )
+        require(
+            new.shape == here.shape,
+            f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
+            f"different lengths pass positions= and source_positions=.",
+        )
         if part.mask is not None:
             new = torch.where(along(part.mask, name, here), new, here)
         return new if what.heads is None else torch.where(at_heads(what.heads, name, here), new, here)
@@ -223,11 +223,11 @@ class _Patch:
         else:
             columns = self._columns.to(here.device) - part.columns.start
         changed, source = here.movedim(part.axis, 1).clone(), new.movedim(part.axis, 1)
-        if changed.shape[2:] != source.shape[2:]:
-            raise SettingError(
-                f"{part.name}: values of shape {list(source.shape[2:])} cannot replace {list(changed.shape[2:])}; "
-                f"patterns and scores can be patched only between runs of one length."
-            )
+        require(
+            changed.shape[2:] == source.shape[2:],
+            f"{part.name}: values of shape {list(source.shape[2:])} cannot replace {list(changed.shape[2:])}; "
+            f"patterns and scores can be patched only between runs of one length.",
+        )
         length, paired = source.shape[1], self._what.source_positions
         numbers = whole_numbers("position", positions if paired is None else paired)
         if length > 1:
@@ -246,11 +246,11 @@ def _steps_of(what: PatchHooks, points: Sequence[str], run: RunContext) -> froze
     """
     held, last = steps_of_source(what.source), max(what.source)
     steps = [0] if run.single else held if what.steps is None else within("step", what.steps, run.steps)
-    if what.steps is None and not run.single and last >= run.steps:
-        raise SettingError(
-            f"source holds step {last}, which does not exist in this run; it has {run.steps}, 0 to {run.steps - 1}. "
-            f"Name the steps to patch (steps=), or pass a part of source."
-        )
+    require(
+        what.steps is not None or run.single or last < run.steps,
+        f"source holds step {last}, which does not exist in this run; it has {run.steps}, 0 to {run.steps - 1}. "
+        f"Name the steps to patch (steps=), or pass a part of source.",
+    )
     for step in steps:
         require(step in what.source, f"source holds steps {held}, but not step {step}; record it, or change steps=.")
         missing = next((name for name in points if name not in what.source[step]), None)

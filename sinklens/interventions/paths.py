@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
@@ -157,11 +157,11 @@ def named(components: Sequence[Component], labels: Iterable[str]) -> list[Compon
     """
     known: dict[str, Component] = {one.name: one for one in components}
     for label in labels:
-        if label not in known:
-            raise SettingError(
-                f"{label!r} is not among the {len(known)} components, which are {', '.join([*known][:2])} to "
-                f"{[*known][-1]}; a sender is {SENDERS}, a receiver {RECEIVERS}."
-            )
+        require(
+            label in known,
+            f"{label!r} is not among the {len(known)} components, which are {', '.join([*known][:2])} to "
+            f"{[*known][-1]}; a sender is {SENDERS}, a receiver {RECEIVERS}.",
+        )
     return [known[label] for label in labels]
 
 
@@ -243,8 +243,10 @@ class Changes:
             self._stacked = there, torch.stack([self._changes[self._senders[at].name] for at in there])
         stacked = self._stacked[1]
         length = stacked.shape[2]
-        if cut.shape[1] not in (1, length):
-            raise SettingError(f"kept has {cut.shape[1]} positions, and the pass {length}; give one for each column.")
+        require(
+            cut.shape[1] in (1, length),
+            f"kept has {cut.shape[1]} positions, and the pass {length}; give one for each column.",
+        )
         return torch.einsum("sbpd,sp->bpd", stacked, cut[there].expand(-1, length).to(stacked))
 
 

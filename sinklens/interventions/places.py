@@ -182,10 +182,10 @@ class Places:
         if found.by_layer and real is None:
             return found.by_layer[place]
         mask = found.mask[:, place].to(fixed.device)
-        if mask.shape[-1] not in (1, fixed.shape[-1]):
-            raise SettingError(
-                f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each."
-            )
+        require(
+            mask.shape[-1] in (1, fixed.shape[-1]),
+            f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each.",
+        )
         return mask & fixed
 
     def in_any_head(self, step: int) -> Bool[Tensor, "#batch pos"] | None:
@@ -420,8 +420,10 @@ class AtKeys(AtPositions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.where is None and self.positions is None:
-            raise SettingError(f"{type(self).__name__} needs where= or positions=, the keys that it changes.")
+        require(
+            self.where is not None or self.positions is not None,
+            f"{type(self).__name__} needs where= or positions=, the keys that it changes.",
+        )
         earlier = isinstance(self.where, Where) and not self.where.same_step
         require(
             self.steps is None or not earlier or set(whole_numbers("step", self.steps)) != {0},

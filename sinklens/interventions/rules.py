@@ -294,10 +294,10 @@ class AtNoise(OfStep):
         check_arguments(self)
 
     def start(self, now: Moment) -> Chooser:
-        if now.need_run().causal or now.model.mask_token_id is None:
-            raise SettingError(
-                f"AtNoise counts undecided positions of the answer, and {now.model.name} has no masks; use steps=."
-            )
+        require(
+            not now.need_run().causal and now.model.mask_token_id is not None,
+            f"AtNoise counts undecided positions of the answer, and {now.model.name} has no masks; use steps=.",
+        )
         return super().start(now)
 
     def at(self, now: Moment) -> Mask:
@@ -436,11 +436,11 @@ class Where(Rule):
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        if (self.top_k is None) == (self.detector is None):
-            raise SettingError(
-                f"pass either top_k, a number of keys per head, or detector; got top_k={self.top_k} and "
-                f"detector={self.detector!r}. positions= and only= alone restrict which keys count."
-            )
+        require(
+            (self.top_k is None) != (self.detector is None),
+            f"pass either top_k, a number of keys per head, or detector; got top_k={self.top_k} and "
+            f"detector={self.detector!r}. positions= and only= alone restrict which keys count.",
+        )
         if self.detector is not None:
             require_detector(self.detector)
         require(

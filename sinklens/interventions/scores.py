@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, TrackError
+from sinklens.errors import SettingError, TrackError, require
 from sinklens.hooks.attention.normalizers import normalizer_of
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
@@ -127,11 +127,11 @@ def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.dev
 
 
 def check_second_pass(run: RunContext) -> None:
-    if run.causal or run.tree.architecture.encoder:
-        raise SettingError(
-            "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
-            "encoder, where no self-conditioning is lost; use the sinks of the previous step."
-        )
+    require(
+        not run.causal and not run.tree.architecture.encoder,
+        "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
+        "encoder, where no self-conditioning is lost; use the sinks of the previous step.",
+    )
 
 
 def check_source(source: SinkTrack, run: RunContext) -> None:
@@ -153,11 +153,11 @@ def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch po
     real = torch.from_numpy(source.data["is_real"].to_numpy()[:, :length])
     either = (real | run.real[:, :length].cpu()).to(ids.device) & (recorded >= 0)  # a row may be missing here
     for row in ((recorded != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
-        if row_key(recorded[row].cpu()[real[row]].tolist()) != run.row_keys[row]:
-            raise SettingError(
-                f"source was recorded with another prompt in row {row}; record it with the prompts of this run, in "
-                f"the same order."
-            )
+        require(
+            row_key(recorded[row].cpu()[real[row]].tolist()) == run.row_keys[row],
+            f"source was recorded with another prompt in row {row}; record it with the prompts of this run, in "
+            f"the same order.",
+        )
 
 
 def detected(

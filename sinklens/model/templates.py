@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from sinklens.errors import PromptError
+from sinklens.errors import PromptError, require
 
 MOST_LINES = 10**6  # published templates run a few hundred
 MOST_VALUES = 10**8
@@ -104,8 +104,11 @@ def _joined(parts: Iterable[Any]) -> str:
 
 def _check(given: Iterable[Any], together: Callable[..., Any] = math.prod) -> None:
     """Refuse what would make too many values."""
-    if together(map(_size, given)) > MOST_VALUES:
-        raise OverflowError(f"an operation would make more than {MOST_VALUES:,} characters")
+    require(
+        together(map(_size, given)) <= MOST_VALUES,
+        f"an operation would make more than {MOST_VALUES:,} characters",
+        OverflowError,
+    )
 
 
 def _size(value: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.errors import PromptError, PromptWarning, SettingError, require, warn_caller
+from sinklens.errors import PromptError, PromptWarning, require, warn_caller
 from sinklens.families.samplers import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
@@ -105,8 +105,10 @@ class TokenMethods:
         self._mask_token()
         if gen_length is None:
             gen_length = settings_for(self, {}).gen_length
-        if as_integer(gen_length) is None or gen_length < 1:
-            raise SettingError(f"gen_length must be a number of positions, at least 1; got {gen_length!r}.")
+        require(
+            as_integer(gen_length) is not None and gen_length >= 1,
+            f"gen_length must be a number of positions, at least 1; got {gen_length!r}.",
+        )
         return PaddedIds.of(*self.encode(prompts, chat_template, gen_length=gen_length), self.reader.pad)
 
     def _mask_token(self) -> int:

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache
 
@@ -268,11 +268,11 @@ class PolicyCache(KeyCache):
         if self._shift:
             self._add_predecessors(undecided, self.decidable)
         columns = self.computed.any(dim=0).nonzero()[:, 0]
-        if not len(columns):
-            raise SettingError(
-                f"{type(self.policy).__name__}.plan left nothing to compute in step {self._step}; return Keys.FRESH "
-                f"at least at the undecided positions of history.block."
-            )
+        require(
+            len(columns),
+            f"{type(self.policy).__name__}.plan left nothing to compute in step {self._step}; return Keys.FRESH "
+            f"at least at the undecided positions of history.block.",
+        )
         self.window = slice(int(columns[0]), int(columns[-1]) + 1)
 
     def _add_predecessors(self, undecided: Bool[Tensor, "batch pos"], decidable: Bool[Tensor, "batch pos"]) -> None:
@@ -311,8 +311,10 @@ class PolicyCache(KeyCache):
                 f"{list(shape)}. Two axes are [batch, pos]; return a plan by layer as plan[None]."
             ) from error
         numbers = torch.where(plan, int(Keys.FRESH), int(Keys.STALE)) if plan.dtype is torch.bool else plan
-        if not bool(torch.isin(numbers, torch.tensor(list(map(int, Keys)), device=plan.device)).all()):
-            raise SettingError(f"{name}.plan returned numbers other than those of Keys, 0, 1 and 2.")
+        require(
+            bool(torch.isin(numbers, torch.tensor(list(map(int, Keys)), device=plan.device)).all()),
+            f"{name}.plan returned numbers other than those of Keys, 0, 1 and 2.",
+        )
         return numbers
 
     def hidden(

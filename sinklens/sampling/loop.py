@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
@@ -155,25 +155,23 @@ def check_replay(state: State, settings: Sampler, replay: Int[Tensor, "batch ste
         SettingError: they are of other prompts or lengths, or too many.
     """
     batch, canvases, length = replay.shape
-    if (batch, length) != tuple(state.canvas.shape):
-        raise SettingError(
-            f"replay holds {batch} rows of {length} positions, this run {state.canvas.shape[0]} of "
-            f"{state.canvas.shape[1]}; give the same prompts and gen_length as the replayed run."
-        )
-    if canvases - 1 > settings.most_steps:
-        raise SettingError(
-            f"replay has {canvases - 1} steps, this run at most {settings.most_steps}; give the same steps."
-        )
+    require(
+        (batch, length) == tuple(state.canvas.shape),
+        f"replay holds {batch} rows of {length} positions, this run {state.canvas.shape[0]} of "
+        f"{state.canvas.shape[1]}; give the same prompts and gen_length as the replayed run.",
+    )
+    require(
+        canvases - 1 <= settings.most_steps,
+        f"replay has {canvases - 1} steps, this run at most {settings.most_steps}; give the same steps.",
+    )
     decided = state.canvas != state.mask_id
-    if not torch.equal(replay[:, 0].to(state.canvas.device)[decided], state.canvas[decided]):
-        raise SettingError(BEGAN)
+    require(torch.equal(replay[:, 0].to(state.canvas.device)[decided], state.canvas[decided]), BEGAN)
 
 
 def _check_begun(state: State, settings: Sampler, replay: Int[Tensor, "batch step pos"]) -> None:
     """Check the canvas on which the first step works, and that later ones hold what they must."""
     canvases, length = replay.shape[1:]
-    if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
-        raise SettingError(BEGAN)
+    require(torch.equal(replay[:, 0].to(state.canvas.device), state.canvas), BEGAN)
     if settings.left_to_right:
         decided = state.prompt_length + torch.arange(canvases)[:, None] > torch.arange(length)
         gaps = ((replay.cpu() < 0) & decided).nonzero()

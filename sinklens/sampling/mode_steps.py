@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import CachedBlocks
@@ -55,11 +55,11 @@ class ModeSteps:
     ) -> None:
         self._state, self._settings, self._stop_ids, self._causal = state, settings, stop_ids, causal_context
         end = state.prompt_length + settings.gen_length
-        if state.canvas.shape[1] != end + settings.spare(state.prompt_length):
-            raise SettingError(
-                "an intervention puts tokens after the answer, but this sampler reads nothing that follows a block; "
-                "put them before the prompt."
-            )
+        require(
+            state.canvas.shape[1] == end + settings.spare(state.prompt_length),
+            "an intervention puts tokens after the answer, but this sampler reads nothing that follows a block; "
+            "put them before the prompt.",
+        )
         self._columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
         if settings.use_cache:
             state.cache_keys()

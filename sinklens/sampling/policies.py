@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError, nearest, require
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.track import build_track
@@ -215,8 +215,7 @@ class Planned(Policy):
 
     def __post_init__(self) -> None:
         values = self.table if isinstance(self.table, Tensor) else np.array(self.table)
-        if values.ndim != 4:
-            raise SettingError(f"Planned takes a table [batch, step, layer, pos]; got shape {list(values.shape)}.")
+        require(values.ndim == 4, f"Planned takes a table [batch, step, layer, pos]; got shape {list(values.shape)}.")
         object.__setattr__(self, "table", torch.as_tensor(values))
 
     def __repr__(self) -> str:
@@ -229,11 +228,11 @@ class Planned(Policy):
             SettingError: the table has no such step.
         """
         steps = self.table.shape[1]
-        if steps > 1 and history.step >= steps:
-            raise SettingError(
-                f"the table of Planned has {steps} steps, and the run reached step {history.step}; make it as long as "
-                f"the run, or give the step axis size 1."
-            )
+        require(
+            steps <= 1 or history.step < steps,
+            f"the table of Planned has {steps} steps, and the run reached step {history.step}; make it as long as "
+            f"the run, or give the step axis size 1.",
+        )
         return self.table[:, history.step if steps > 1 else 0]
 
 
@@ -278,10 +277,9 @@ def find_policy(text: str) -> Policy:
         SettingError: no policy has this name, or its argument is not a number that it takes.
     """
     name, colon, number = text.partition(":")
-    if name not in POLICIES:
-        raise SettingError(
-            f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
-        )
+    require(
+        name in POLICIES, f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
+    )
     try:
         return POLICIES[name](*[float(number) if "." in number else int(number)] if colon else [])
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
@@ -59,10 +59,10 @@ class RandomCanvas(Sampler):
         given, rows = self.start_canvas, len(state.canvas)
         if given is None:
             return
-        if len(given) not in (1, rows):
-            raise SettingError(
-                f"start_canvas has {len(given)} rows, but there are {rows} prompts; give one row, or {rows}."
-            )
+        require(
+            len(given) in (1, rows),
+            f"start_canvas has {len(given)} rows, but there are {rows} prompts; give one row, or {rows}.",
+        )
         size = state.tree.cfg.d_vocab
         if outside := [token for row in given for token in row if not 0 <= token < size]:
             raise SettingError(f"start_canvas has the token id {outside[0]}; the vocabulary is 0 to {size - 1}.")

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
+from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, require
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
@@ -254,11 +254,11 @@ class State:
         Raises:
             SettingError: the model has none.
         """
-        if not self.eos_ids:
-            raise SettingError(
-                "stop_at_eos needs an end-of-text token, and this model has none; load it with a tokenizer that "
-                "defines one, or leave stop_at_eos out."
-            )
+        require(
+            self.eos_ids,
+            "stop_at_eos needs an end-of-text token, and this model has none; load it with a tokenizer that "
+            "defines one, or leave stop_at_eos out.",
+        )
 
     def undecided_before(self) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of `step_canvas`."""
@@ -375,11 +375,11 @@ class State:
         where: Bool[Tensor, "batch pos"],
     ) -> tuple[Float[Tensor, "row window d_model"], Bool[Tensor, "batch window"]]:
         """The final-norm outputs of the columns that the step computes, shifted if need be, and `where` among them."""
-        if keys.decidable is not None and bool((where & ~keys.decidable).any()):
-            raise SettingError(
-                "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
-                "State.computed() before it calls State.logits. Leave cache= out, or change the sampler."
-            )
+        require(
+            keys.decidable is None or not bool((where & ~keys.decidable).any()),
+            "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
+            "State.computed() before it calls State.logits. Leave cache= out, or change the sampler.",
+        )
         hidden = keys.hidden(rows, real)
         if self.shift:
             hidden = one_later(hidden, real[:, : keys.window.stop], keys.before)
@@ -426,11 +426,12 @@ class State:
         if not point.watched:
             return
         shown = _spread(where, confidence().double())
-        if not torch.equal(point(shown.clone()), shown):
-            raise ReadOnlyHookError(
-                f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
-                f"denoise.hook_candidates to force another token."
-            )
+        require(
+            torch.equal(point(shown.clone()), shown),
+            f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
+            f"denoise.hook_candidates to force another token.",
+            ReadOnlyHookError,
+        )
 
 
 def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:

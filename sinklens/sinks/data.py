@@ -199,11 +199,12 @@ class TrackData:
         score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score
-        if unit not in self.units:
-            raise TrackError(
-                f"unit {unit!r} is not available for this track of a block-causal run{' with a cache' * self._cached}: "
-                f"its keys are seen by different numbers of queries. Use unit='sum'."
-            )
+        require(
+            unit in self.units,
+            f"unit {unit!r} is not available for this track of a block-causal run{' with a cache' * self._cached}: "
+            f"its keys are seen by different numbers of queries. Use unit='sum'.",
+            TrackError,
+        )
         exists = score.notnull()
         if unit == "visible" and self.causal:  # queries j, j + 1, … see key j
             return score / exists.isel(pos=slice(None, None, -1)).cumsum("pos").isel(pos=slice(None, None, -1))

@@ -29,7 +29,7 @@ import numpy as np
 import xarray as xr
 from annotated_types import Gt
 
-from sinklens.errors import SettingError, TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.data import AXES, TrackData, Unit
 from sinklens.utils.arguments import Number, Positive, Share, check_arguments
 
@@ -148,8 +148,10 @@ class MeanPlusStd(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
-            raise SettingError(f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.")
+        require(
+            not isinstance(self.over, str) and set(self.over) <= {"layer", "head"},
+            f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.",
+        )
 
     def _margin(self, track: TrackData) -> xr.DataArray:
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
@@ -278,8 +280,7 @@ class Broadcast(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.low > self.high:
-            raise SettingError(f"low must not exceed high; got {self.low} and {self.high}.")
+        require(self.low <= self.high, f"low must not exceed high; got {self.low} and {self.high}.")
 
     def strength(self, track: TrackData) -> xr.DataArray:
         return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())

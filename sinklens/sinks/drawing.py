@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Int
 
-from sinklens.errors import TrackError
+from sinklens.errors import TrackError, require
 from sinklens.sinks.data import TrackData, Unit
 from sinklens.sinks.labels import SEQUENTIAL, UNITS, short, token_labels, token_ticks, wrapped
 
@@ -54,8 +54,11 @@ def sink_map(
     from matplotlib import colormaps
 
     track.require(layer=layer, head=head, batch=row)
-    if not len(range(track.steps)[steps]):
-        raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
+    require(
+        len(range(track.steps)[steps]),
+        f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.",
+        TrackError,
+    )
     score = track.scores(unit).isel(batch=row, step=steps)
     score = score.mean("layer") if layer is None else score.isel(layer=layer)
     score = score.mean("head") if head is None else score.isel(head=head)

@@ -101,8 +101,11 @@ def open_dataset(path: Path) -> xr.Dataset:
         raise TrackError(
             f"{path} is not a complete {kind} ({error!s:.300}); it may be truncated. Copy, save or record it again."
         ) from error
-    if data.attrs.get("format") != TrackStore.form:
-        raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r:.80}).")
+    require(
+        data.attrs.get("format") == TrackStore.form,
+        f"{path} is not a sink track of this version (format {data.attrs.get('format')!r:.80}).",
+        TrackError,
+    )
     checked = {name: Checked(values.variable, path) for name, values in data.data_vars.items()}
     return data.copy(data={name: indexing.LazilyIndexedArray(values) for name, values in checked.items()})
 
@@ -132,8 +135,7 @@ def _check(data: xr.Dataset) -> None:
         if (name in data or name != "final_id") and (data[name].dims != axes or data[name].dtype.kind not in kinds):
             raise SettingError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
     for axis, values in data.coords.items():
-        if values.dims != (axis,):
-            raise SettingError(f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")
+        require(values.dims == (axis,), f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")
     read_as(Annotated[int, Ge(0), Le(data.sizes["pos"])], "prompt_length", attributes["prompt_length"])
 
 
@@ -174,11 +176,12 @@ def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
         steps = min(part.sizes["step"], parts[0].sizes["step"])
         first, other = _common(parts[0], steps), _common(part, steps)
         for name in first:
-            if first[name] != other[name]:
-                raise TrackError(
-                    f"concatenated tracks must have the same {name}; the first has {first[name]!r} and another "
-                    f"{other[name]!r}. Keep them separate, cut them alike, or concatenate before cutting."
-                )
+            require(
+                first[name] == other[name],
+                f"concatenated tracks must have the same {name}; the first has {first[name]!r} and another "
+                f"{other[name]!r}. Keep them separate, cut them alike, or concatenate before cutting.",
+                TrackError,
+            )
     steps, length = (max(part.sizes[axis] for part in parts) for axis in ("step", "pos"))
     padded = [_padded(part, length - part.sizes["pos"], steps - part.sizes["step"]) for part in parts]
     together = xr.concat(padded, dim="batch", join="exact", combine_attrs="drop")

@@ -295,11 +295,12 @@ def _scores(track: SinkTrack) -> xr.DataArray:
 def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:
     """`found` where positions exist, after checking that both belong to one track."""
     for name, value in (("found", found), ("exists", exists)):
-        if not isinstance(value, xr.DataArray) or value.dims != AXES or value.dtype != bool:
-            raise TrackError(
-                f"{name} must hold bool over {', '.join(AXES)}: track.detect(...) for found, existing(track) for "
-                f"exists. To select one head, keep its axis: found.isel(head=[3])."
-            )
+        require(
+            isinstance(value, xr.DataArray) and value.dims == AXES and (value.dtype == bool),
+            f"{name} must hold bool over {', '.join(AXES)}: track.detect(...) for found, existing(track) for "
+            f"exists. To select one head, keep its axis: found.isel(head=[3]).",
+            TrackError,
+        )
     try:
         xr.align(found, exists, join="exact")
     except ValueError as error:

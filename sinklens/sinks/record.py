@@ -51,8 +51,10 @@ class Record:
     reduce: "Callable[[SinkTrack], None] | None" = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.quantities, str) or not isinstance(self.quantities, Iterable):
-            raise SettingError(f"quantities must be a list of names; write quantities=[{self.quantities!r}].")
+        require(
+            not isinstance(self.quantities, str) and isinstance(self.quantities, Iterable),
+            f"quantities must be a list of names; write quantities=[{self.quantities!r}].",
+        )
         for quantity in self.quantities:
             if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
                 raise SettingError(
@@ -73,8 +75,7 @@ class Record:
             isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)
             for place in self.patterns
         )
-        if not pairs:
-            raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
+        require(pairs, f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         require(
             self.queries is None or (len(shape) == 3 and kind in (np.dtype(bool), torch.bool)),

@@ -53,8 +53,10 @@ class Store:
         import zarr
 
         self.path = Path(path)
-        if attributes_of(self.path).get("format") != self.form:
-            raise SettingError(f"{path} is not a store of {self.form.split()[1]}; make one with {self.made}.")
+        require(
+            attributes_of(self.path).get("format") == self.form,
+            f"{path} is not a store of {self.form.split()[1]}; make one with {self.made}.",
+        )
         try:
             self.group: Any = zarr.open_group(self.path, mode="r+")
             self.check()

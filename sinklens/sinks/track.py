@@ -92,8 +92,11 @@ class SinkTrack(TrackData):
         Raises:
             TrackError: no tracks, or runs that differ in model, settings or recorded quantities.
         """
-        if isinstance(tracks, SinkTrack) or not all(isinstance(track, SinkTrack) for track in tracks):
-            raise TrackError("concat takes a list of tracks; write SinkTrack.concat([first.sinks, second.sinks]).")
+        require(
+            not isinstance(tracks, SinkTrack) and all(isinstance(track, SinkTrack) for track in tracks),
+            "concat takes a list of tracks; write SinkTrack.concat([first.sinks, second.sinks]).",
+            TrackError,
+        )
         return cls(files.concat([track.data for track in tracks]))
 
 

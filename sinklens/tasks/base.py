@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from sinklens.errors import TaskError
+from sinklens.errors import TaskError, require
 from sinklens.utils.integers import as_integer
 
 
@@ -134,8 +134,11 @@ def check_limit(limit: int | None) -> None:
         TaskError: `limit` is not an integer, or below 1.
     """
     number = as_integer(limit)
-    if limit is not None and (number is None or number < 1):
-        raise TaskError(f"limit is {limit!r}; give the number of samples, at least 1, or None for all.")
+    require(
+        limit is None or (number is not None and number >= 1),
+        f"limit is {limit!r}; give the number of samples, at least 1, or None for all.",
+        TaskError,
+    )
 
 
 def check_held_out(size: int, most: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import TaskError, nearest
+from sinklens.errors import TaskError, nearest, require
 from sinklens.tasks.base import Task
 from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
 from sinklens.tasks.gsm8k import Extractor, Gsm8k
@@ -46,8 +46,7 @@ def find_task(
     Raises:
         TaskError: no task has this name, or it does not have a setting that was given.
     """
-    if name not in TASKS:
-        raise TaskError(f"no task is called {name!r}; known: {', '.join(NAMES)}.{nearest(name, NAMES)}")
+    require(name in TASKS, f"no task is called {name!r}; known: {', '.join(NAMES)}.{nearest(name, NAMES)}", TaskError)
     make, fixed = TASKS[name]
     given = {
         "path": path and Path(path),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, require
 
 MOST_BYTES = 2**25  # the index of a model of a trillion parameters has about 2**23
 MOST_YAML = 2**16  # written by hand; Python's reader takes a second for so much
@@ -35,8 +35,7 @@ def read_text(file: Path, error: Refusal = CheckpointError, most: int = MOST_BYT
         text = content.decode("utf-8-sig")
     except (OSError, ValueError) as reason:  # ValueError: not UTF-8, or a name with a null character
         raise error(f"{file} cannot be read: {reason}.") from reason
-    if len(content) > most:
-        raise error(f"{file} is larger than {most:,} bytes, the limit for such a file.")
+    require(len(content) <= most, f"{file} is larger than {most:,} bytes, the limit for such a file.", error)
     return text
 
 
@@ -75,8 +74,7 @@ def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointErro
             for one in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(one, list | dict)
         ]
-    if level:
-        raise error(f"{where} is not valid JSON (nested more than {DEPTH} deep).")
+    require(not level, f"{where} is not valid JSON (nested more than {DEPTH} deep).", error)
     return found
 
 
@@ -94,8 +92,11 @@ def read_yaml(file: Path, error: Refusal = CheckpointError) -> Any:
 
     class Plain(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if getattr(self.peek_event(), "anchor", None):
-                raise ValueError("anchors and aliases are not read; write the values out")
+            require(
+                not getattr(self.peek_event(), "anchor", None),
+                "anchors and aliases are not read; write the values out",
+                ValueError,
+            )
             return super().compose_node(parent, index)
 
     try:
@@ -113,6 +114,5 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
-        raise ValueError(f"{text:.40} does not fit into 64 bits")
+    require(len(text) <= 20 and -(2**63) <= int(text) < 2**63, f"{text:.40} does not fit into 64 bits", ValueError)
     return int(text)

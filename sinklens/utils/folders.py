@@ -57,8 +57,11 @@ def inside(folder: Path, name: Any) -> Path:
         ValueError: the name is no text, empty, absolute, or leads outside.
     """
     parts = Path(name).parts if isinstance(name, str) else ()
-    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
-        raise ValueError(f"the name {name!r:.80} leads outside the folder")
+    require(
+        parts and not Path(name).is_absolute() and ".." not in parts and "\0" not in name,
+        f"the name {name!r:.80} leads outside the folder",
+        ValueError,
+    )
     return folder / name
 
 

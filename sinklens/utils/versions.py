@@ -39,9 +39,10 @@ def check_versions(*packages: str) -> None:
     needed = {needs.name: needs.specifier for needs in map(Requirement, requires("sinklens") or ())}
     for name in packages:
         installed = version_of(name)
-        if not needed[name].contains(installed, prereleases=True):
-            raise SinklensError(
-                f"sinklens needs {name} {needed[name]}, but version {installed} is installed; installing another "
-                f'package may have replaced it. Run pip install "{name}{needed[name]}", in an environment of its own '
-                f"if the other package needs {name} {installed}."
-            )
+        require(
+            needed[name].contains(installed, prereleases=True),
+            f"sinklens needs {name} {needed[name]}, but version {installed} is installed; installing another "
+            f'package may have replaced it. Run pip install "{name}{needed[name]}", in an environment of its own '
+            f"if the other package needs {name} {installed}.",
+            SinklensError,
+        )

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.utils.estimates import Estimate
 
 ValueKind = Literal["likelihood", "bound", "estimate"]
@@ -110,11 +110,11 @@ def likelihood_difference(
     )
     for number, (one, two) in enumerate(zip(first, second, strict=True)):
         drawn = np.array_equal(np.isnan(one.losses), np.isnan(two.losses)) and np.array_equal(one.shares, two.shares)
-        if one.tokens != two.tokens or not drawn:
-            raise SettingError(
-                f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
-                f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking."
-            )
+        require(
+            one.tokens == two.tokens and drawn,
+            f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
+            f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking.",
+        )
     pairs = list(zip(first, second, strict=True))
     gaps = np.array([two.value - one.value for one, two in pairs])
     if len(pairs) > 1:
