@@ -22,9 +22,8 @@ from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks import StrongestKeys
-from sinklens.sinks.strongest import as_tuple
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Seed, as_tuple, read_as
 
 CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "random": ("random", True, "random key"),
@@ -164,7 +163,9 @@ def masking(
     return found
 
 
-def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequence[str | Policy]") -> list[Condition]:
+def under_caches(
+    conditions: Condition | Sequence[Condition], caches: "str | Policy | Sequence[str | Policy]"
+) -> list[Condition]:
     """The conditions in exact runs, followed by the same conditions under each cache policy.
 
     Args:
@@ -174,8 +175,7 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
     Raises:
         SettingError: an unknown policy, or a condition that has a policy already.
     """
-    listed = [caches] if isinstance(caches, str | Policy) else caches
-    policies = [policy for policy in map(as_policy, listed) if policy is not None]
+    conditions, policies = as_tuple(conditions), [one for one in map(as_policy, as_tuple(caches)) if one is not None]
     names = [policy_name(policy) for policy in policies]
     given = next((condition.name for condition in conditions if condition.cache is not None), None)
     require(

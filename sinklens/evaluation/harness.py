@@ -40,9 +40,8 @@ from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
-from sinklens.sinks.strongest import as_tuple
 from sinklens.tasks.base import cut
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Seed, as_tuple, read_as
 
 try:
     import lm_eval.models  # noqa: F401  the harness's own models, which it no longer loads once ours is registered

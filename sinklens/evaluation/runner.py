@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def evaluate(
     model: Any,
     protocol: EvalProtocol | str,
-    conditions: Sequence[Condition],
+    conditions: Condition | Sequence[Condition],
     ledger: str | Path,
     *,
     task: Task | None = None,

@@ -47,7 +47,7 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import Generation, require_run
-from sinklens.utils.arguments import NonNegative, read_as
+from sinklens.utils.arguments import NonNegative, as_tuple, read_as
 from sinklens.utils.atomic import write_file
 
 FORMAT = "sinklens circuit 2"
@@ -339,14 +339,16 @@ def _at_step(run: "Generation", metric: Callable[[Tensor, int], Tensor] | None, 
     return likely
 
 
-def edge_scores(cases: Sequence[CircuitCase], *, ig_steps: int = 0, by_position: bool = False) -> xr.DataArray:
+def edge_scores(
+    cases: CircuitCase | Sequence[CircuitCase], *, ig_steps: int = 0, by_position: bool = False
+) -> xr.DataArray:
     """What keeping each edge adds to the metric, estimated from gradients, in every case.
 
     The score is minus the first-order effect of replacing what the edge carries in the clean pass by what it carries in
     the corrupted one (edge attribution patching, 2310.10348; with `ig_steps` integrated gradients, EAP-IG, 2403.17806).
 
     Args:
-        cases: the cases.
+        cases: one or several cases.
         ig_steps: number of gradients that are averaged; 0 for that of the clean pass.
         by_position: whether to keep positions apart.
 
@@ -357,8 +359,7 @@ def edge_scores(cases: Sequence[CircuitCase], *, ig_steps: int = 0, by_position:
     Raises:
         SettingError: no case, or see `edge_attribution`.
     """
-    _check_cases(cases)
-    found = []
+    cases, found = _listed(cases), []
     for case in cases:
         back = case.pair._replace(clean=case.pair.corrupted, corrupted=case.pair.clean)
         found.append(-edge_effects(back, case.metric, ig_steps, by_position)["effect"])
@@ -382,13 +383,14 @@ class CircuitValue(NamedTuple):
     empty: float
 
 
-def measure_circuit(cases: Sequence[CircuitCase], circuit: Circuit) -> CircuitValue:
+def measure_circuit(cases: CircuitCase | Sequence[CircuitCase], circuit: Circuit) -> CircuitValue:
     """Faithfulness and completeness of a circuit.
 
     Raises:
         SettingError: no case, a circuit by step that lacks the step of a case, or clean and corrupted passes with the
             same metric.
     """
+    cases = _listed(cases)
     full, empty = _ends(cases)
     metric, rest = (float(np.mean([case.value(one) for case in cases])) for one in (circuit, circuit.complement()))
     faithful, left = ((value - empty) / (full - empty) for value in (metric, rest))
@@ -397,7 +399,6 @@ def measure_circuit(cases: Sequence[CircuitCase], circuit: Circuit) -> CircuitVa
 
 def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
     """The mean metric of the clean passes, and of the corrupted ones."""
-    _check_cases(cases)
     full, empty = (float(np.mean(values)) for values in zip(*((case.full, case.empty) for case in cases), strict=True))
     require(
         full != empty,
@@ -408,7 +409,7 @@ def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
 
 
 def greedy_circuit(
-    cases: Sequence[CircuitCase], start: Circuit, *, tolerance: float = 0.01, most: int | None = None
+    cases: CircuitCase | Sequence[CircuitCase], start: Circuit, *, tolerance: float = 0.01, most: int | None = None
 ) -> Circuit:
     """Remove edges one after the other, weakest scores first, while each costs little faithfulness.
 
@@ -427,6 +428,7 @@ def greedy_circuit(
     """
     read_as(NonNegative, "tolerance", tolerance)
     require(start.size, "the circuit to begin with has no edges; pass one that has, such as the strongest 20 %.")
+    cases = _listed(cases)
     full, empty = _ends(cases)
 
     def share(circuit: Circuit) -> float:
@@ -452,5 +454,6 @@ def greedy_circuit(
     return best
 
 
-def _check_cases(cases: Sequence[CircuitCase]) -> None:
-    require(cases, "pass at least one case, from circuit_case or circuit_cases.")
+def _listed(cases: CircuitCase | Sequence[CircuitCase]) -> tuple[CircuitCase, ...]:
+    require(found := as_tuple(cases), "pass at least one case, from circuit_case or circuit_cases.")
+    return found

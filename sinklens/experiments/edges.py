@@ -51,7 +51,7 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs, within
 from sinklens.runs.result import Generation, require_run
-from sinklens.utils.arguments import Count, read_as
+from sinklens.utils.arguments import Count, as_tuple, read_as
 
 COPIES = 16  # of the batch in a pass; more are slower on a CPU, whose caches they exceed
 EVERY = "all"
@@ -120,8 +120,8 @@ def path_patching_effects(
     attention_mask: Tensor | None = None,
     *,
     time: Time = None,
-    senders: Sequence[str] | None = None,
-    receivers: Sequence[str] | None = None,
+    senders: str | Sequence[str] | None = None,
+    receivers: str | Sequence[str] | None = None,
     batch_size: int = COPIES,
 ) -> xr.Dataset:
     """The true effect of patching each edge with its value in the clean pass.
@@ -137,8 +137,8 @@ def path_patching_effects(
         SettingError: also fewer edges per pass than 1.
     """
     refuse_indirect(model, "a table of edges")
-    first = senders_of(model) if senders is None else named(senders_of(model), senders)
-    last = receivers_of(model) if receivers is None else named(receivers_of(model), receivers)
+    first = senders_of(model) if senders is None else named(senders_of(model), as_tuple(senders))
+    last = receivers_of(model) if receivers is None else named(receivers_of(model), as_tuple(receivers))
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     outputs = dict.fromkeys(sender.point for sender in first)
     gates = dict.fromkeys(sender.gate for sender in first if sender.gate)

@@ -34,7 +34,7 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Seed, as_tuple, read_as
 
 
 def train_tuned_lens(
@@ -74,7 +74,7 @@ def train_tuned_lens(
         model.cfg.d_model,
         torch.Generator().manual_seed(read_as(Seed, "seed", seed)),
     )
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = as_tuple(prompts)
     lens = TunedLens(model.name, torch.zeros(buckets, layers, size, size), torch.zeros(buckets, layers, size))
     kept: list[list[_Places]] = [[] for _ in range(buckets)]
     given: dict[str, Any] = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False}

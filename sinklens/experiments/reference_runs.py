@@ -45,7 +45,7 @@ from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import MeanPlusStd
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Seed, as_tuple, read_as
 
 
 def donors(
@@ -242,7 +242,7 @@ def input_norms(
         SettingError: no run, runs of several models, no step that any run reached, a run without recorded sinks,
             `shuffled` without `without`, or see `exact_step`.
     """
-    listed = list(runs) if isinstance(runs, Sequence) else [runs]
+    listed = as_tuple(runs)
     _check(listed, without, shuffled)
     model = listed[0].model
     generator = None if shuffled is None else torch.Generator().manual_seed(read_as(Seed, "shuffled", shuffled))
@@ -275,7 +275,7 @@ def input_norms(
     return InputNorms(norms, sum(float(counts.sum()) for counts in counted))
 
 
-def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
+def _check(runs: Sequence[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
     require(
         isinstance(without, MeanPlusStd | None),
         f"without must be MeanPlusStd(...), whose strength is a share, or None; got {without!r:.80}.",

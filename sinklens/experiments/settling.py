@@ -28,6 +28,7 @@ from jaxtyping import Int
 from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import logit_lens
 from sinklens.runs.result import require_run
+from sinklens.utils.arguments import as_tuple
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -129,7 +130,7 @@ def early_exit(
     run: "Generation",
     predictions: xr.Dataset,
     right: IsRight,
-    thresholds: Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
+    thresholds: float | Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
 ) -> xr.Dataset:
     """What stopping early would have returned, at each threshold of the gap; see the module.
 
@@ -146,6 +147,7 @@ def early_exit(
     Raises:
         SettingError: a threshold out of range.
     """
+    thresholds = as_tuple(thresholds)
     require(
         all(0 < threshold <= 1 for threshold in thresholds) and len(thresholds),
         f"thresholds are above 0 and at most 1; got {list(thresholds)}.",

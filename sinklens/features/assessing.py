@@ -28,6 +28,7 @@ from sinklens.interventions import MaskedLogits
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation
+from sinklens.utils.arguments import as_tuple
 
 MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
 
@@ -52,7 +53,7 @@ def assess(
     sae: SAE,
     point: str,
     prompts: str | Sequence[Any],
-    scopes: Sequence[Scope] = ("masked", "decided"),
+    scopes: Scope | Sequence[Scope] = ("masked", "decided"),
     *,
     seed: int = 0,
     chat_template: bool | str = False,
@@ -80,12 +81,13 @@ def assess(
         model.mask_token_id is not None, f"assess compares losses at undecided positions, and {model.name} has none."
     )
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
-    point, logits, fits = stream_point(model, point), MaskedLogits(), [Fit(sae) for _ in scopes]
+    scopes, point, logits = as_tuple(scopes), stream_point(model, point), MaskedLogits()
+    fits = [Fit(sae) for _ in scopes]
     read = [
         ScopeReader(point, lambda hook, places, x, fit=fit: fit.add(x), scope=scope)  # type: ignore[misc]
         for fit, scope in zip(fits, scopes, strict=True)
     ]
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    prompts = list(as_tuple(prompts))
     base = generate(model, prompts, hooks=[*read, logits], **given)
     loss, rows = token_losses(base, logits), []
     for fit, scope in zip(fits, scopes, strict=True):

@@ -26,9 +26,10 @@ from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs import generate
+from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.result import Generation
 from sinklens.sinks.store import StoredType
-from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.arguments import Count, Seed, as_tuple, read_as
 from sinklens.utils.progress import OnProgress
 
 Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -74,7 +75,7 @@ def collect(
         SettingError: there are no prompts, a batch_size below 1, a model without a mask token, or `out` holds
             something else.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = as_tuple(prompts)
     require(len(prompts), "collect needs at least one prompt.")
     require(
         not model.tree.architecture.encoder,
@@ -82,16 +83,16 @@ def collect(
         f"activations with a hook function: generate(model, prompt, hooks=[({point!r}, function)]).",
     )
     listed = [prompt if isinstance(prompt, str) else np.asarray(prompt).tolist() for prompt in prompts]
-    points = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
+    points = dict.fromkeys(stream_point(model, one) for one in as_tuple(point))
     sampler = settings_for(model, dict(settings))
     blocks = sampler.caches_keys and model.tree.attention_blocks is not None
     size = 1 if blocks or sampler.reuses_keys else read_as(Count, "batch_size", batch_size)
     about = {
         "model": model.name, "weights": model.fingerprint, "points": list(points),
-        "scope": states_of(scope), "only_steps": None if only_steps is None else list(only_steps),
-        "positions": None if positions is None else list(positions), "settings": asdict(sampler), "seed": seed,
-        "chat_template": chat_template, "dtype": dtype, "prompts": len(listed),
-        "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+        "scope": states_of(scope), "only_steps": None if only_steps is None else whole_numbers("only_step", only_steps),
+        "positions": None if positions is None else whole_numbers("position", positions),
+        "settings": asdict(sampler), "seed": seed, "chat_template": chat_template, "dtype": dtype,
+        "prompts": len(listed), "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
     }  # fmt: skip
     store = ActivationStore.begin(out, about)
     for part in _batches(listed, store, size):

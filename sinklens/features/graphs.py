@@ -17,7 +17,7 @@ where attention is saturated, a gradient is small although the cause matters; ab
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,16 +29,14 @@ from sinklens.experiments.circuit_pictures import document, node, save_graph
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.runs.intervention import within
-from sinklens.utils.arguments import Count, read_as
-
-if TYPE_CHECKING:
-    from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
+from sinklens.utils.arguments import Count, as_tuple, read_as
 
 
 def save_feature_graph(
     run: "Generation",
     step: int,
-    saes: Sequence[SparseAutoencoder],
+    saes: SparseAutoencoder | Sequence[SparseAutoencoder],
     metric: LogitMetric,
     out: str | Path,
     *,
@@ -66,7 +64,8 @@ def save_feature_graph(
         SettingError: a step or row that does not exist; SAEs of other points, or two of one layer; or a metric that
             does not return one number or has no gradient.
     """
-    model = run.model
+    require_run(run, "run")
+    saes, model = as_tuple(saes), run.model
     ids, real, time = exact_step(run, step).row(within("row", [row], len(run.real))[0])
     placed = sorted((_layer(sae), number) for number, sae in enumerate(saes))
     layers, saes = [layer for layer, _ in placed], [saes[number] for _, number in placed]

@@ -23,6 +23,7 @@ from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.reading import FeatureSummary, summarize_features
 from sinklens.model import Model
 from sinklens.runs.result import Generation
+from sinklens.utils.arguments import as_tuple
 from sinklens.utils.atomic import write_file
 
 BINS, LOGITS = 50, 10
@@ -35,7 +36,7 @@ TABLES = [
 
 @torch.no_grad()
 def save_neuronpedia(
-    runs: "Sequence[Generation]",
+    runs: "Generation | Sequence[Generation]",
     sae: SparseAutoencoder,
     features: Sequence[int],
     out: str | Path,
@@ -54,7 +55,7 @@ def save_neuronpedia(
     at several steps.
 
     Args:
-        runs: finished runs of one diffusion model.
+        runs: one or several finished runs of one diffusion model.
         sae: an SAE of the residual stream, or of what attention or an MLP adds to it.
         features: numbers of features; negative ones count from the end.
         out: the file, such as "batch-0.json".
@@ -71,6 +72,7 @@ def save_neuronpedia(
             f"the SAE is of {sae.point or 'no point'}, and Neuronpedia shows what a feature adds to the logits; pass "
             f"one of a layer's residual stream, hook_attn_out or hook_mlp_out."
         )
+    runs = as_tuple(runs)
     summaries, model = summarize_features(runs, sae, sae.point, features, top=top), runs[0].model
     directions = model.tokens_to_residual_directions(torch.arange(model.cfg.d_vocab)).float().cpu()
     about = {

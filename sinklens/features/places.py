@@ -25,6 +25,7 @@ from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, Reader, RunContext
 from sinklens.runs.result import Generation
 from sinklens.sinks.kinds import STATES, state_codes
+from sinklens.utils.arguments import as_tuple
 
 NAMED = {"all": STATES, "decided": ("prompt", "committed")}
 Scope = str | Sequence[str]
@@ -36,7 +37,7 @@ def states_of(scope: Scope) -> tuple[str, ...]:
     Raises:
         SettingError: a state is unknown, or the list is empty.
     """
-    given = (scope,) if isinstance(scope, str) else tuple(scope)
+    given = as_tuple(scope)
     unknown = [name for name in given if name not in (*STATES, *NAMED)]
     require(
         not unknown and given,

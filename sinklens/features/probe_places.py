@@ -39,6 +39,7 @@ from sinklens.runs.intervention import place_mask, within
 from sinklens.runs.result import Generation, require_run
 from sinklens.sinks import Detector
 from sinklens.sinks.kinds import STATES
+from sinklens.utils.arguments import as_tuple
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +186,7 @@ def probe_data(
             sinks, or a run whose steps a separate pass does not repeat.
     """
     require_run(run, "run")
-    listed = [points] if isinstance(points, str) else list(points)
-    names, chosen = [stream_point(run.model, point) for point in listed], within("step", steps, run.steps_run)
+    names, chosen = [stream_point(run.model, point) for point in as_tuple(points)], within("step", steps, run.steps_run)
     if detector is not None and run.sinks is None:
         raise SettingError("detector= needs recorded sinks; run with record_sinks=True.")
     limit = place_mask(positions, run.real).cpu().numpy()

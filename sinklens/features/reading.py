@@ -22,9 +22,10 @@ from sinklens.errors import require
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import states_of_run, stream_point
-from sinklens.runs.intervention import within
+from sinklens.runs.intervention import whole_numbers, within
 from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.kinds import STATES
+from sinklens.utils.arguments import as_tuple
 
 PLACE = ["run", "row", "step", "column"]
 
@@ -106,12 +107,12 @@ class FeatureSummary:
 
 
 def summarize_features(
-    runs: "Sequence[Generation]", sae: SAE, point: str, features: Sequence[int], *, top: int = 8
+    runs: "Generation | Sequence[Generation]", sae: SAE, point: str, features: Sequence[int], *, top: int = 8
 ) -> list[FeatureSummary]:
     """Summarize some features over runs.
 
     Args:
-        runs: finished runs of diffusion models.
+        runs: one or several finished runs of diffusion models.
         sae: any SAE.
         point: where it belongs.
         features: numbers of features; negative ones count from the end.
@@ -120,12 +121,13 @@ def summarize_features(
     Raises:
         SettingError: no run, a feature that does not exist, or `top` below 1.
     """
+    runs = as_tuple(runs)
     require(runs and top >= 1, "summarize_features needs at least one run, and top of at least 1.")
     values = [read_features(run, sae, point).to_numpy() for run in runs]
     masks = [np.repeat(run.real.cpu().numpy()[:, None], run.steps_run, axis=1) for run in runs]
     places = _places(runs, masks)
     found = []
-    for number in (within("feature", [one], values[0].shape[-1])[0] for one in features):
+    for number in (within("feature", [one], values[0].shape[-1])[0] for one in whole_numbers("feature", features)):
         value = np.concatenate([array[mask, number] for array, mask in zip(values, masks, strict=True)])
         found.append(_summary(number, places.assign(value=np.nan_to_num(value)), runs, values, top))
     return found

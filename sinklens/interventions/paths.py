@@ -34,7 +34,7 @@ from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext
-from sinklens.sinks.strongest import as_tuple
+from sinklens.utils.arguments import as_tuple
 
 ResidualStream = Float[Tensor, "batch pos d_model"]
 SENDERS = "'embed', 'L1H3' (head 3 of layer 1) or '1_mlp_out'"

@@ -44,9 +44,9 @@ from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
 from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
-from sinklens.sinks.strongest import as_tuple, check_only
+from sinklens.sinks.strongest import check_only
 from sinklens.sinks.track import SinkTrack, require_detector
-from sinklens.utils.arguments import Seed, Share, check_arguments
+from sinklens.utils.arguments import Seed, Share, as_tuple, check_arguments
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
 

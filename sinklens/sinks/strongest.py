@@ -21,7 +21,7 @@ from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Count, check_arguments
+from sinklens.utils.arguments import Count, as_tuple, check_arguments
 
 Part = Literal["all", "sink", "other"]
 SYNONYMS = {"mask": "masked", "decided": "committed"}
@@ -48,11 +48,6 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
 def needs_text(only: Sequence[str]) -> bool:
     """Whether `only` names a token kind."""
     return any(name.removeprefix(NOT) in KIND_NAMES for name in only)
-
-
-def as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
-    """One name or several, as a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def in_only(

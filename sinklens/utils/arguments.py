@@ -28,7 +28,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -145,6 +145,11 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
         for name, entry in inspect.signature(declared).parameters.items()
         if entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
     }
+
+
+def as_tuple(given: Any) -> tuple[Any, ...]:
+    """One value or several, as a tuple; a text is one value."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def check_arguments(record: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
 from sinklens.model import Model
+from sinklens.utils.arguments import as_tuple
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import asset, hashes, token_text
 
@@ -33,12 +34,14 @@ STYLE = "\n".join(
 )
 
 
-def feature_page(model: "Model", summaries: Sequence[FeatureSummary], out: str | Path, title: str = "Features") -> None:
+def feature_page(
+    model: "Model", summaries: FeatureSummary | Sequence[FeatureSummary], out: str | Path, title: str = "Features"
+) -> None:
     """Write the page of some features.
 
     Args:
         model: the model, for the text of tokens; ids are shown without a tokenizer.
-        summaries: from `summarize_features`.
+        summaries: one or several, from `summarize_features`.
         out: the HTML file.
         title: its heading.
     """
@@ -46,7 +49,7 @@ def feature_page(model: "Model", summaries: Sequence[FeatureSummary], out: str |
 
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(asset("features.html"))
     text = page.render(
-        title=title, summaries=summaries, style=STYLE, bars=_bars, tokens=partial(_tokens, model),
+        title=title, summaries=as_tuple(summaries), style=STYLE, bars=_bars, tokens=partial(_tokens, model),
         policy=f"default-src 'none'; style-src {hashes([STYLE])}; base-uri 'none'; form-action 'none'",
     )  # fmt: skip
     write_file(out, text)

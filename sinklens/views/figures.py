@@ -20,6 +20,7 @@ from sinklens.sinks.drawing import (
 from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import as_tuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,20 +138,20 @@ def sink_path(
 
 
 def sink_paths(
-    tracks: Sequence[SinkTrack] | Mapping[str, SinkTrack], row: int = 0, *, caption: bool = True
+    tracks: SinkTrack | Sequence[SinkTrack] | Mapping[str, SinkTrack], row: int = 0, *, caption: bool = True
 ) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
 
     Args:
-        tracks: the tracks, or title -> track.
+        tracks: one or several, or title -> track.
         caption: whether the figure explains itself; without it, only titles that were passed are shown.
 
     Raises:
         TrackError: `tracks` is empty.
     """
-    require(tracks, "there is no track to draw; give at least one.", TrackError)
-    figure, axes = panels(len(tracks), columns=len(tracks), size=(6, 4.5), sharey=True)
-    named = tracks.items() if isinstance(tracks, Mapping) else (("", track) for track in tracks)
+    named = list(tracks.items()) if isinstance(tracks, Mapping) else [("", track) for track in as_tuple(tracks)]
+    require(named, "there is no track to draw; give at least one.", TrackError)
+    figure, axes = panels(len(named), columns=len(named), size=(6, 4.5), sharey=True)
     for (title, track), ax in zip(named, axes, strict=True):
         sink_path(track, *most_moving_head(track, row), row=row, ax=ax, caption=caption)
         if title:
@@ -160,7 +161,7 @@ def sink_paths(
             "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
             "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
             "the step began; dotted, end of prompt",
-            67 * len(tracks),
+            67 * len(named),
         )
         * caption,
         fontsize=9,

@@ -183,4 +183,4 @@ def test_every_condition_is_exact_and_under_each_cache_policy():
     assert [one.name for one in found[4::2]] == ["cache keep-sinks:4", "cache refresh:2", "cache delayed:4"]
     assert found[3].hooks == found[1].hooks
     assert under_caches([UNMASKED], "dual") == [UNMASKED, Condition("cache dual", masked=0, cache=DualCache())]
-    assert under_caches([UNMASKED], NoCache()) == [UNMASKED]
+    assert under_caches(UNMASKED, NoCache()) == [UNMASKED]

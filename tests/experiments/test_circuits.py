@@ -67,7 +67,7 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
 
 @pytest.mark.fast_cases(1)
 def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
-    scores = edge_scores([planted_case], ig_steps=4)[0]
+    scores = edge_scores(planted_case, ig_steps=4)[0]
     senders, receivers = (
         np.isin(scores[end], [*names]) for end, names in zip(("sender", "receiver"), PLANTED, strict=True)
     )
@@ -76,7 +76,7 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
     assert np.abs(scores.where(truth)).min() > 0.0
     circuit = Circuit.strongest(scores, count=int(truth.sum()))
     assert (circuit.kept == truth).all()
-    value = measure_circuit([planted_case], circuit)
+    value = measure_circuit(planted_case, circuit)
     assert value.faithfulness == pytest.approx(1.0, abs=1e-5)
     assert value.completeness == pytest.approx(1.0, abs=1e-5)
     none = measure_circuit([planted_case], Circuit.strongest(scores, count=0))

@@ -111,7 +111,7 @@ def test_autoregressive_runs_and_senseless_thresholds_are_refused(worded, unchec
     for call, match in [
         (lambda: step_predictions(written), "predicts only the next token at each step"),
         (lambda: early_exit(Words(found), found, right, [0.0]), "thresholds are above 0"),
-        (lambda: early_exit(Words(found), found, right, [1.5]), "thresholds are above 0"),
+        (lambda: early_exit(Words(found), found, right, 1.5), "thresholds are above 0"),
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=match):
             call()

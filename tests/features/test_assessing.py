@@ -40,8 +40,8 @@ def losses(run, sae, masked=None):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_assessment_equals_one_by_hand(worded, base, masked):
-    sae, scope = random_sae(), "masked" if masked else ("prompt", "committed")
-    found = assess(worded(), sae, POINT, PADDED, [scope], **SETTINGS).isel(scope=0)
+    sae, scope = random_sae(), "masked" if masked else [("prompt", "committed")]
+    found = assess(worded(), sae, POINT, PADDED, scope, **SETTINGS).isel(scope=0)
     plain, x = losses(base, Perfect(), masked)
     loss, spliced, mean = (
         np.concatenate(one).mean()

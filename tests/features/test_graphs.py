@@ -78,7 +78,7 @@ def test_what_makes_no_graph_is_refused(worded, tmp_path):
         ),
         ([first, second], metric, r"pass one SAE for each of some layers; got layers \[1, 1\]"),
         ([], metric, r"got layers \[\]"),
-        ([first], lambda logits: logits.detach().sum(), "the metric has no gradient"),
+        (first, lambda logits: logits.detach().sum(), "the metric has no gradient"),
     ]:
         with pytest.raises(SettingError, match=match):
             save_feature_graph(run, 0, saes, answer, tmp_path)

@@ -50,7 +50,7 @@ def test_the_export_of_a_shipped_sae_has_the_published_fields_and_the_values_of_
     known = found[~np.isnan(found[..., 0])]
     order = (known > 0).sum(0).argsort()
     chosen = [int(order[-1]), int(order[len(order) // 2]), int(order[0])]
-    save_neuronpedia([run], sae, chosen, tmp_path / "batch-0.json", sae_set="masked", dataset="word problems", top=3)
+    save_neuronpedia(run, sae, chosen, tmp_path / "batch-0.json", sae_set="masked", dataset="word problems", top=3)
     batch = json.loads((tmp_path / "batch-0.json").read_text())
     check(batch, BATCH)
     assert (batch["model_id"], batch["layer"], batch["sae_set"]) == ("tiny-llada", 2, "masked")
