@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves
 
 from sinklens.errors import require
 from sinklens.hooks.attention import column_sums, fused
-from sinklens.hooks.attention.attention import bias_of
 from sinklens.hooks.attention.layer_sums import LayerSums
-from sinklens.hooks.points import Point, SamplerPoint, Watch
+from sinklens.hooks.attention.masks import bias_of, is_mask, of_one_hook, only_masks
+from sinklens.hooks.points import Point, Watch
 
 DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which passes are captured
 KEPT = 6  # captured passes of a model; they share their memory
@@ -112,9 +112,7 @@ class Captures:
         """Whether the pass of a step may be captured: no trace block, cache or hook inside takes part in it."""
         if not self._running or ids.numel() > POSITIONS or watch.forward_pass.counted is not None:
             return False
-        if watch.served or watch.peeked is not None or watch.cache is not None:
-            return False
-        return all(isinstance(point, SamplerPoint) or _is_mask(point) for point in watch.hooked)
+        return only_masks(watch)
 
     def run(self, tree: Any, inputs: dict[str, Any], base: Any) -> Float[Tensor, "batch pos d_model"]:
         """The output of the stack `base` for `inputs`, from a graph if there is one.
@@ -122,7 +120,6 @@ class Captures:
         The sink scores that the run records go to ``watch.sums``.
         """
         watch, ids = tree.watch, inputs["input_ids"]
-        biases: dict[Point, Tensor | None] = {}
         given: dict[Any, Tensor] = {name: value for name, value in inputs.items() if value is not None}
 
         def forward(given: dict[Any, Tensor]) -> Tensor:
@@ -134,12 +131,11 @@ class Captures:
                 watch.biases = {}
 
         size, like = (len(ids), tree.cfg.n_heads, 1, ids.shape[1]), next(base.parameters())
-        for point in sorted(filter(_is_mask, watch.hooked), key=Point.layer):
-            biases[point] = bias = bias_of(point, size, like)
-            if bias is not None:
-                given[point] = bias
-                if bias.shape[2] > 1 or not bias.is_contiguous():  # too large to keep for every layer
-                    return forward(given)
+        points = sorted(filter(is_mask, watch.hooked), key=Point.layer)
+        biases = of_one_hook(watch, size, like) or {point: bias_of(point, size, like) for point in points}
+        given |= {point: bias for point, bias in biases.items() if bias is not None}
+        if any(bias is not None and (bias.shape[2] > 1 or not bias.is_contiguous()) for bias in biases.values()):
+            return forward(given)  # too large to keep for every layer
         kept = self._of_kind(watch, given, forward)
         if kept is None:
             return forward(given)
@@ -151,7 +147,7 @@ class Captures:
     def _of_kind(self, watch: Watch, given: dict[Any, Tensor], forward: Forward) -> Captured | None:
         """The captured pass with such inputs; None for one that has not run before, or cannot be captured."""
         recorded = None if watch.sums is None else (watch.sums.rows, frozenset(watch.sums.layers))
-        hooked = frozenset(filter(_is_mask, watch.hooked))
+        hooked = frozenset(filter(is_mask, watch.hooked))
         kind = (recorded, hooked, *((name, value.shape, value.dtype) for name, value in given.items()))
         kept = self._kept.pop(kind, None)
         if kept is None:
@@ -293,10 +289,6 @@ def _plain(values: dict[str, Any]) -> tuple[Hashable, ...]:
 
 def _place(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_mask(point: Point) -> bool:
-    return str(point.name).endswith(".hook_attn_mask")
 
 
 def _is_known(function: Any) -> bool:

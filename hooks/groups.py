@@ -67,7 +67,13 @@ class NormPoints(Points):
 
 
 class AttentionPoints(AttentionWeights, Points):
-    """The points of one attention layer, and its weights in TransformerLens's shapes."""
+    """The points of one attention layer, and its weights in TransformerLens's shapes.
+
+    Attributes:
+        recorded: the points of the column sums that a run records and of the mask.
+    """
+
+    recorded: tuple[Point, Point]
 
     def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, parts: names.Parts) -> None:
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
@@ -86,14 +92,18 @@ class AttentionPoints(AttentionWeights, Points):
         outside = {spec.name for spec in (*names.QK_NORM.values(), *names.SPLIT_INPUTS)} | projected
         inside = [spec.name for spec in rows if spec.name not in outside | {"hook_fresh"}]  # it is known before
         self.inside = [getattr(self, name) for name in inside]
+        recorded = self.hook_sink_scores, self.hook_attn_mask
+        self.__dict__["recorded"] = recorded  # each attention call needs them, and nn.Module looks its own up slowly
 
     @property
     def only_recorded(self) -> bool:
-        """Whether a run records the column sums, and nothing else inside the attention function may be watched."""
-        point = self.hook_sink_scores
-        if point.watch.sums is None or point.watch.peeked is not None or point.watch.cache is not None:
+        """Whether a run records the column sums, and what else may be watched is a mask that is known."""
+        point, mask = self.recorded
+        watch = point.watch
+        if watch.sums is None or watch.peeked is not None or watch.cache is not None or point.hooked:
             return False
-        return not point.hooked and all(tap.is_for(point) for tap in point.taps)
+        known = (point, mask) if mask in watch.biases else (point,)
+        return all(tap.is_for(known) for tap in point.taps)
 
 
 class MlpPoints(MlpWeights, Points):

@@ -178,6 +178,14 @@ class Point(HookPoint):
         forward = self._functions or self._forward_hooks or self._forward_pre_hooks
         return bool(forward or self._backward_hooks or self._backward_pre_hooks)
 
+    @property
+    def only_function(self) -> Callable[..., Any] | None:
+        """The function that a user set here, if there is just one, through `add_hook`, and no hook of another kind."""
+        other = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        if other or len(self._functions) != 1 or len(self.fwd_hooks) != 1:
+            return None
+        return self.fwd_hooks[0].user_hook
+
     def __call__(self, x: "Tensor") -> "Tensor":
         if self.watch.peeked is not None:
             self.watch.peeked[self.name or ""] = x.detach()
@@ -259,9 +267,9 @@ class Tap:
         elif not self._needed:
             self._take_off()
 
-    def is_for(self, point: Point) -> bool:
-        """Whether `point` is the only one that needs it."""
-        return self._needed == {point}
+    def is_for(self, points: Iterable[Point]) -> bool:
+        """Whether no other point than these needs it."""
+        return self._needed.issubset(points)
 
     def _take_off(self) -> None:
         remove, self._remove = self._remove, None

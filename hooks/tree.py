@@ -27,6 +27,7 @@ from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbo
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
+from sinklens.hooks.attention.masks import known
 from sinklens.hooks.attention.segments import Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.captured import Captures
@@ -262,8 +263,11 @@ class HookTree(ModelWeights, HookFront):
         given |= {"time": time} if self.architecture.time else {}
         if of_step and self.captures.usable(self.watch, input_ids):
             return self.captures.run(self, {"input_ids": input_ids, **given}, base)
-        segments = self.watch.forward_pass.segments
-        with ruled_by(self.hf.config, None if segments is None else Segments(segments)):
+        segments, size = self.watch.forward_pass.segments, (len(input_ids), self.cfg.n_heads, 1, input_ids.shape[1])
+        with (
+            ruled_by(self.hf.config, None if segments is None else Segments(segments)),
+            known(self.watch, size, next(base.parameters())) if of_step else nullcontext(),
+        ):
             output = base(
                 input_ids=input_ids if stream is None else None,
                 inputs_embeds=stream,

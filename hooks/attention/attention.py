@@ -35,6 +35,7 @@ from sinklens.hooks.attention import fused
 from sinklens.hooks.attention.blocks import rule_of
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.attention.layer_sums import Waiting
+from sinklens.hooks.attention.masks import bias_of, writes
 from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
 
@@ -133,17 +134,6 @@ def attention(
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
 
-def bias_of(point: "Point", size: tuple[int, ...], like: Tensor) -> Float[Tensor, "batch head #query key"] | None:
-    """The value of ``hook_attn_mask``, zeros of `size` before its hooks; None if they left it unchanged.
-
-    Attention that is read but unchanged is then computed as if it were unwatched.
-    """
-    with torch.inference_mode(False):  # inference tensors do not record in-place writes
-        zeros = torch.zeros(size, dtype=like.dtype, device=like.device)
-    bias, untouched = point(zeros), _writes(zeros)
-    return None if bias is zeros and untouched == 0 else bias
-
-
 def _recorded(
     module: Any,
     points: "AttentionPoints",
@@ -153,18 +143,23 @@ def _recorded(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Float[Tensor, "batch head query d_head"] | None:
-    """Fused attention without a mask whose column sums alone are recorded; None where more is needed."""
-    point = points.hook_sink_scores
-    sums, described = point.watch.sums, point.forward_pass
-    if key.shape[2] != len(described.keys) or normalizer_of(module) is not softmax or _autocast(query)[0] is not query:
+    """Fused attention whose column sums alone are recorded, with a known mask or none; None where more is needed."""
+    point, masked = points.recorded
+    watch = point.watch
+    sums, bias = watch.sums, watch.biases.get(masked)
+    if key.shape[2] != len(watch.forward_pass.keys) or normalizer_of(module) is not softmax:
         return None
-    operands = _operands(module, query, key, value, None, None, None, scaling, kwargs)
+    if _autocast(query)[0] is not query:
+        return None
+    operands = _operands(module, query, key, value, None, bias, None, scaling, kwargs)
     query, key, scale, causal = operands.query, operands.key, operands.scale, operands.causal
-    attended = fused.attend(query, key, operands.value, None, causal, scale)
+    if causal and bias is not None:
+        return None
+    attended = fused.attend(query, key, operands.value, bias, causal, scale)
     if attended is None or sums is None:
         return None
     real = _summed(points, operands)
-    sums.add(point, Waiting(query.detach(), key.detach(), attended.lse, scale, None, real, causal))
+    sums.add(point, Waiting(query, key, attended.lse, scale, bias, real, causal))
     return attended.mixed
 
 
@@ -254,7 +249,7 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
     mask = additive if causal == operands.causal else operands.additive()  # no triangle: one row serves all queries
     real, sums = _summed(points, operands), point.watch.sums
     if sums is not None and not point.watched:
-        sums.add(point, Waiting(query.detach(), key.detach(), lse, scale, mask, real, operands.causal))
+        sums.add(point, Waiting(query, key, lse, scale, mask, real, operands.causal))
         return mixed
     if lse is None:
         lse = log_sum_exp(query.detach(), key.detach(), scale, additive, causal)
@@ -317,7 +312,7 @@ def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Ten
 
 def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batch query"] | None:
     """The queries that sink scores sum over: real ones, of those that the run chose. None means all."""
-    real, chosen = operands.real_queries(), points.hook_sink_scores.forward_pass.counted
+    real, chosen = operands.real_queries(), points.recorded[0].watch.forward_pass.counted
     if chosen is None:
         return real
     chosen = chosen.to(operands.query.device).repeat(len(operands.query) // len(chosen), 1)  # rows of guidance follow
@@ -325,11 +320,11 @@ def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batc
 
 
 def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key"]) -> None:
-    writes, sums = _writes(scores), points.hook_sink_scores.watch.sums
+    before, sums = writes(scores), points.hook_sink_scores.watch.sums
     if sums is not None:
         sums.put(points.hook_sink_scores, scores)
     shown = at(points.hook_sink_scores, scores)
-    if shown is not scores or _writes(scores) != writes:
+    if shown is not scores or writes(scores) != before:
         raise ReadOnlyHookError(
             f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
             f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."
@@ -349,11 +344,6 @@ def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, que
             f"{points.hook_fresh.name} only reports which keys are computed; to choose them, write a policy "
             f"(sinklens.sampling.Policy) and pass it as cache=."
         )
-
-
-def _writes(value: Tensor) -> int | None:
-    """Number of in-place writes to `value`; None under torch.inference_mode, where PyTorch does not count them."""
-    return None if value.is_inference() else value._version
 
 
 def attention_mask(

@@ -39,12 +39,16 @@ class Waiting(NamedTuple):
     real: Bool[Tensor, "batch query"] | None
     causal: bool
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for layers that can be computed together."""
-        tensors = (self.query, self.key, self.lse, self.mask, self.real)
-        shapes = tuple(None if one is None else (one.shape, one.dtype) for one in tensors)
-        return *shapes, self.query.device, self.scale, self.causal
+    def like(self, other: "Waiting") -> bool:
+        """Whether the two can be computed together."""
+        ours = self.query, self.key, self.lse, self.mask, self.real
+        theirs = other.query, other.key, other.lse, other.mask, other.real
+        for one, same in zip(ours, theirs, strict=True):
+            if one is same:
+                continue
+            if one is None or same is None or one.shape != same.shape or one.dtype != same.dtype:
+                return False
+        return self.query.device == other.query.device and self.scale == other.scale and self.causal == other.causal
 
     @property
     def together(self) -> int:
@@ -78,7 +82,8 @@ class LayerSums:
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
-        self._kind: tuple[object, ...] = ()  # of those that wait
+        self._first: Waiting | None = None  # of those that wait
+        self._together = 0  # of them, how many are computed at once
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
@@ -86,26 +91,27 @@ class LayerSums:
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
-        kind = layer.kind
-        if self._waiting and kind != self._kind:
+        if self._first is not None and not layer.like(self._first):
             self._compute()
-        self._kind = kind
+        if self._first is None:
+            self._first, self._together = layer, layer.together
         self._waiting[point], self._passes[point] = layer, point.forward_pass
-        if len(self._waiting) >= layer.together:
+        if len(self._waiting) >= self._together:
             self._compute()
 
     def _compute(self) -> None:
         waiting = list(self._waiting.values())
         first = waiting[0]
-        query, key, lse, mask, real = (
-            _joined([getattr(one, name) for one in waiting]) for name in ("query", "key", "lse", "mask", "real")
-        )
+        names = ("query", "key", "lse", "mask", "real")
+        with torch.no_grad():
+            query, key, lse, mask, real = (_joined([getattr(one, name) for one in waiting]) for name in names)
         if lse is None:
             lse = log_sum_exp(query, key, first.scale, mask, first.causal)
         scores = column_sums(query, key, lse, first.scale, mask, real, first.causal)
         parts = scores.unflatten(0, (len(waiting), -1))[:, : self.rows]
         self._scores |= zip(self._waiting, parts, strict=True)
         self._waiting.clear()
+        self._first = None
 
     def end_step(self) -> None:
         """Compute the scores that are still waiting; those of the step are then the `latest`."""

@@ -28,11 +28,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.attention.masks import MaskHook
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys, head_mask
 from sinklens.model import Model
 from sinklens.runs.identity import fingerprint
-from sinklens.runs.intervention import Pairs, RunContext, within
+from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.runs.result import Generation
 
 Distance = Annotated[int, Ge(0)]
@@ -79,13 +80,10 @@ class MaskKeys(AtKeys):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         places = Places(self, model, run, of="keys")
 
-        def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            anywhere = self.keep or places.anywhere(hook)
-            found = None if anywhere is False else places.keys_at(hook, value, self.queries)
-            if found is None or not (anywhere or bool(found.keys.any())):
+        def keep(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+            found = places.keys_at(hook, value, self.queries)
+            if found is None:
                 return None
-            if not self.keep:
-                return value.masked_fill(found.keys, -torch.inf)
             distance = hook.forward_pass.distances(value.device)
             hidden = ~found.keys & (distance.abs() > self.window) & found.rows[:, None, :, None]
             hidden = hidden & head_mask(places.heads, value.shape[1], value.device)[:, None, None]
@@ -96,7 +94,33 @@ class MaskKeys(AtKeys):
                 hidden = hidden & run.real[:, None, None, stop - value.shape[-1] : stop].to(value.device)
             return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
-        return places.around([(f"blocks.{layer}.{POINT}", hide) for layer in places.layers])
+        act = keep if self.keep else Hide(places, self.queries)
+        return places.around([(f"blocks.{layer}.{POINT}", act) for layer in places.layers])
+
+
+class Hide(MaskHook):
+    """The hook function that hides the keys at `places`."""
+
+    def __init__(self, places: Places, queries: Reach) -> None:
+        self._places, self._queries = places, queries
+
+    def __call__(self, value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+        anywhere = self._places.anywhere(hook)
+        found = None if anywhere is False else self._places.keys_at(hook, value, self._queries)
+        if found is None or not (anywhere or bool(found.keys.any())):
+            return None
+        return value.masked_fill(found.keys, -torch.inf)
+
+    def of_layers(
+        self, zeros: Float[Tensor, "batch head 1 key"], points: Sequence[Point]
+    ) -> list[Float[Tensor, "batch head 1 key"] | None] | None:
+        keys = self._places.keys_of_layers(points[0])
+        if keys is None:
+            return None
+        hidden = zeros.masked_fill(keys[..., None, :].to(zeros.device), -torch.inf)
+        layers = [layer_of(point) if len(hidden) > 1 else 0 for point in points]
+        found = zip(layers, points, strict=True)
+        return [hidden[layer] if self._places.anywhere(point) else None for layer, point in found]
 
 
 def MaskSinks(

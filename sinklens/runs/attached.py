@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError
+from sinklens.hooks.attention.masks import MaskHook
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of
 from sinklens.hooks.points import Point
@@ -30,6 +31,8 @@ def attached(tree: HookTree, pairs: Sequence[tuple[str, HookFunction]], rows: in
 
 def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:
     """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
+    if isinstance(function, MaskHook) and not guided:
+        return function
 
     def call(value: Tensor, hook: Point) -> Tensor | None:
         doubled = guided and len(value) == 2 * rows

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from asked import PROMPT
 from building import EACH
 from torch import Tensor
@@ -17,6 +18,7 @@ from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, si
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateHeads, AblateValues, KeepKeys, MaskKeys, MaskSinks
+from sinklens.interventions.masking import Hide
 from sinklens.sinks import EpsilonOverMean, TopK
 
 MODELS = [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
@@ -187,6 +189,34 @@ def test_a_run_without_masked_keys_is_the_base_run_bit_for_bit(worded, architect
     assert torch.equal(changed.run.canvas, base.run.canvas)
     assert torch.equal(logits_of(changed), logits_of(base))
     assert changed.run.sinks.data["score"].equals(base.run.sinks.data["score"])
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"layers": [0, 2]}, {"heads": [1]}, {"steps": [1, 3]}, {"positions": range(2, 6)}, {"where": "prompt"},
+    {"pick": "random"}, {"top_k": None, "detector": EpsilonOverMean(epsilon=2)},
+])  # fmt: skip
+def test_the_masks_of_all_layers_at_once_are_those_of_each(worded, monkeypatch, given):
+    model = worded()
+    asked = {"gen_length": 5, "progress": False}
+    at_once = sinklens.generate(model, PADDED, hooks=MaskSinks(**given), **asked)
+    monkeypatch.setattr(Hide, "of_layers", lambda *_: None)
+    each = sinklens.generate(model, PADDED, hooks=MaskSinks(**given), **asked)
+    assert torch.equal(at_once.canvas, each.canvas)
+    xr.testing.assert_identical(at_once.sinks.data, each.sinks.data)
+    plain = sinklens.generate(model, PADDED, **asked)
+    assert not at_once.sinks.data.score.equals(plain.sinks.data.score)
+
+
+def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(worded, monkeypatch):
+    """Also if it is the only mask; another function at the same points is called after it in each layer."""
+    called, one = [], Hide.__call__
+    monkeypatch.setattr(Hide, "__call__", lambda self, value, hook: called.append(hook.step) or one(self, value, hook))
+    model = worded()
+    sinklens.generate(model, PADDED, hooks=MaskSinks(2), gen_length=5, progress=False)
+    assert set(called) == {0}  # nothing is known before
+    other = [("blocks.1.attn.hook_attn_mask", lambda value, hook: None)]
+    run = sinklens.generate(model, PADDED, hooks=[MaskSinks(2), *other], gen_length=5, progress=False)
+    assert set(called) == set(range(run.steps_run))
 
 
 @pytest.mark.fast_cases(3)

@@ -1,0 +1,83 @@
+"""The values of ``hook_attn_mask`` before a pass begins.
+
+Hooks there get zeros, which do not depend on the pass. In a captured pass they are called before it (captured.py). A
+`MaskHook` gives the masks of all layers in one call; unless Python takes part in the pass in another way, it is called
+once per step instead of once per layer.
+
+Pitfall: a function that is no `MaskHook` may depend on what other hooks saw in the same pass, so outside captured
+passes it is called when attention comes to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.hooks.points import Point, SamplerPoint, Watch
+
+Mask = Float[Tensor, "batch head #query key"]
+
+
+class MaskHook:
+    """A hook function of ``hook_attn_mask`` that depends on nothing that the pass computes."""
+
+    def __call__(self, value: Mask, hook: Point) -> Mask | None:
+        """The mask of one layer; None leaves `value` as it is."""
+        raise NotImplementedError
+
+    def of_layers(self, zeros: Mask, points: Sequence[Point]) -> list[Mask | None] | None:
+        """What a call with `zeros` returns at each of `points`; None if it has to be called at each."""
+        raise NotImplementedError
+
+
+def is_mask(point: Point) -> bool:
+    return str(point.name).endswith(".hook_attn_mask")
+
+
+def only_masks(watch: Watch) -> bool:
+    """Whether Python takes part in the passes of a run at the sampler's points and through masks alone."""
+    if watch.served or watch.peeked is not None or watch.cache is not None:
+        return False
+    return all(isinstance(point, SamplerPoint) or is_mask(point) for point in watch.hooked)
+
+
+def zeros_of(size: tuple[int, ...], like: Tensor) -> Mask:
+    """The value that hooks get; inference tensors do not record in-place writes."""
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
+
+
+def bias_of(point: Point, size: tuple[int, ...], like: Tensor) -> Mask | None:
+    """The value of ``hook_attn_mask``, zeros of `size` before its hooks; None if they left it unchanged.
+
+    Attention that is read but unchanged is then computed as if it were unwatched.
+    """
+    zeros = zeros_of(size, like)
+    bias, untouched = point(zeros), writes(zeros)
+    return None if bias is zeros and untouched == 0 else bias
+
+
+def writes(value: Tensor) -> int | None:
+    """Number of in-place writes to `value`; None under torch.inference_mode, where PyTorch does not count them."""
+    return None if value.is_inference() else value._version
+
+
+def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point, Mask | None]:
+    """The masks of all points that have hooks, if one `MaskHook` gives them all; empty otherwise."""
+    points = sorted(filter(is_mask, watch.hooked), key=Point.layer)
+    hooks = {point.only_function for point in points}
+    hook = hooks.pop() if len(hooks) == 1 else None
+    found = hook.of_layers(zeros_of(size, like), points) if isinstance(hook, MaskHook) else None
+    return {} if found is None else dict(zip(points, found, strict=True))
+
+
+@contextmanager
+def known(watch: Watch, size: tuple[int, ...], like: Tensor) -> Iterator[None]:
+    """Let attention read the masks of `of_one_hook` inside this context, where they may be known before the pass."""
+    watch.biases = of_one_hook(watch, size, like) if watch.hooked and only_masks(watch) else {}
+    try:
+        yield
+    finally:
+        watch.biases = {}
