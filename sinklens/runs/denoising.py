@@ -8,7 +8,7 @@ thread waits for it, and one inside a trace block of the same model is refused.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -125,7 +125,7 @@ class Denoising:
     def _settings_text(self) -> str:
         return json.dumps({name: value for name, value in asdict(self.settings).items() if value is not None})
 
-    def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
+    def _texts(self, tokens: Collection[int]) -> dict[int, str]:
         """Text of token ids; each is decoded once."""
         if self.model.tokenizer is None:
             return {}
@@ -278,7 +278,7 @@ class Denoising:
             canvas: token ids that may be new.
         """
         assert self._recorder is not None
-        self._texts(np.unique(canvas).tolist())
+        self._texts(set(canvas.ravel().tolist()))
         if self._described == len(self._vocabulary) and not run_arrays:
             return
         self._described = len(self._vocabulary)
