@@ -68,6 +68,7 @@ class HookTree(ModelWeights, HookFront):
         self.watch = Watch()
         self.turn = self.watch.turn
         self.captures = Captures()
+        self._names: tuple[Any, list[str]] = None, []  # the settings, and the points that are on with them
         self.architecture = architecture
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
@@ -125,9 +126,13 @@ class HookTree(ModelWeights, HookFront):
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
-        on = [name for name in self.hook_dict if not name.startswith("denoise.") and self.is_on(name)]
-        canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
-        return [canvas, *on, *others]
+        of, known = self._names
+        if of is not self.cfg:  # a switch was turned
+            on = [name for name in self.hook_dict if not name.startswith("denoise.") and self.is_on(name)]
+            canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
+            known = [canvas, *on, *others]
+            self._names = self.cfg, known
+        return list(known)
 
     @property
     def timed(self) -> bool:

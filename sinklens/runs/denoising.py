@@ -145,7 +145,6 @@ class Denoising:
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""
-        known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
         for entry in entries:
             if isinstance(entry, HookSource):
@@ -154,7 +153,7 @@ class Denoising:
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
                 raise HookNameError(f"{HOOKS}; got {entry!r}.")
-            points = names.select(entry[0], known, layers)
+            points = names.select(entry[0], self.model.hook_names(), self.model.cfg.n_layers)
             self._named.update(points if isinstance(entry[0], str) else ())
             if not takes_hook(entry[1]):
                 raise HookFunctionError(
