@@ -324,8 +324,8 @@ class Texts(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``texts``: `MEASURES`; ``layers``: `OF_LAYERS` by layer; ``claims``: `CLAIMS`, one family on each model;
-        ``pairs``: `PAIRS`, one family on each pair of a masked and a causal model. Intervals resample groups of texts
-        if there are several.
+        ``pairs``: `PAIRS`, one family on each pair of a masked and a causal model. A claim whose values are the same at
+        every share is one row, without a share. Intervals resample groups of texts if there are several.
         """
         from pandas import DataFrame
 
@@ -338,13 +338,13 @@ class Texts(Study):
             for measure in OF_LAYERS:
                 layers += mean_rows(model, measure, data[measure], self.seed, group)
             for claim, values in self.contrasts(data).items():
-                claims += mean_rows(model, str(claim), values, self.seed, group, claim=True)
+                claims += mean_rows(model, str(claim), _once(values), self.seed, group, claim=True)
         pairs = [
             row
             for pair, data in paired(measured).items()
             for name, values in data.items()
             if values.notnull().any()
-            for row in mean_rows(pair, str(name), values, self.seed, groups_of(data), claim=True)
+            for row in mean_rows(pair, str(name), _once(values), self.seed, groups_of(data), claim=True)
         ]
         tables = {name: described(found, MEASURES) for name, found in (("texts", rows), ("layers", layers))}
         tables["claims"] = judged(DataFrame(claims))
@@ -372,6 +372,14 @@ def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
         for other, causal in measured.items()
         if causal["causal"].all() and not masked["causal"].any()
     }
+
+
+def _once(values: xr.DataArray) -> xr.DataArray:
+    """Without the axis ``share`` if the values are the same at every share: one claim, which counts once."""
+    if values.sizes.get("share", 1) == 1:
+        return values
+    first = values.isel(share=0, drop=True)
+    return first if values.variable.broadcast_equals(first.variable) else values
 
 
 def _revealed(

@@ -66,14 +66,15 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
     assert removed["same_mass"] == pytest.approx(removed["sink"], abs=0.02)
 
 
-def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
-    found = Texts(draws=1, edits=1).run([tiny_llada, tiny_llama], PROBLEMS[:3])
+def test_pairs_subtract_the_causal_model_text_by_text_and_count_once_what_no_mask_changes(tiny_llada, tiny_llama):
+    found = Texts(draws=1, edits=1, shares=(0.3, 0.9)).run([tiny_llada, tiny_llama], PROBLEMS[:3])
     pairs = found.tables["pairs"].set_index("measure")
     assert set(pairs["model"]) == {"tiny-llada − tiny-llama"}
     assert set(pairs.index) == {name for name in PAIRS if name.split()[1] not in ("start", "delimiter", "digit")}
     masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
-    expected = float((masked - causal).mean())
-    assert pairs.loc["log2 of what sinks write", "estimate"] == pytest.approx(expected)
+    expected = (masked - causal).mean("prompt")
+    assert pairs.loc["log2 of what sinks write", "estimate"].tolist() == pytest.approx(expected.values)
+    assert np.isnan(pairs.loc["jumps, a token replaced, later queries", "share"])
 
 
 def test_only_what_follows_a_given_text_is_masked_and_predicted(tiny_llada, tiny_llama):
