@@ -26,7 +26,7 @@ from sinklens.sinks.store import Checked, TrackStore, attributes_of, nothing, re
 from sinklens.utils.arguments import Count, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_json
-from sinklens.utils.hub import local, on_hub, refuse_revision
+from sinklens.utils.hub import local
 
 FILE = "track.nc"  # in a folder on the hub
 PLACES = ("batch", "step", "pos")
@@ -80,12 +80,10 @@ def _format_of(path: Path) -> Any:
         return None
 
 
-def found(path: Path, revision: str | None) -> Path:
-    """The file or the store at `path`, downloaded if it is a name on the hub; one with a file's suffix is not."""
-    if path.suffix in (".nc", ".zarr") or path.exists() or not on_hub(path):
-        refuse_revision(path, revision)
-        return path
-    return local(path, revision, [FILE]) / FILE
+def found(path: str | Path, revision: str | None) -> Path:
+    """The file or the store at `path`, downloaded if it is a name on the hub."""
+    place = local(path, revision, [FILE])
+    return place if place == Path(path) else place / FILE
 
 
 def open_dataset(path: Path) -> xr.Dataset:

@@ -81,7 +81,7 @@ class SinkTrack(TrackData):
             TrackError: the file does not exist, is truncated, or is not a sink track.
             CheckpointError: it could not be downloaded.
         """
-        return cls(files.open_dataset(files.found(Path(path), revision)))
+        return cls(files.open_dataset(files.found(path, revision)))
 
     @classmethod
     def concat(cls, tracks: "Sequence[SinkTrack]") -> "SinkTrack":

@@ -2,7 +2,8 @@
 
 A name on the hub is ``owner/repository`` or ``owner/repository/folder``. Only the files that are asked for are fetched.
 
-Pitfall: a name on the hub looks like a relative path. What exists on disk is read from there.
+Pitfall: a name on the hub looks like a relative path. What exists on disk is read from there. A path into a folder that
+exists, or that begins or ends as paths do, is never asked of the hub, so a mistyped one fails at once.
 """
 
 from collections.abc import Sequence
@@ -10,24 +11,35 @@ from pathlib import Path
 
 from sinklens.errors import CheckpointError, require
 
+ON_DISK = (".json", ".nc", ".pt", ".safetensors", ".zarr")
+"""How names of files and stores end."""
+
 
 def local(path: str | Path, revision: str | None, files: Sequence[str]) -> Path:
     """`path` if it exists or cannot be a name on the hub, else the local folder of the hub's with `files`.
 
     Raises:
-        CheckpointError: the files could not be downloaded, or a revision of a local path.
+        CheckpointError: the files could not be downloaded, a revision of a local path, or a path into an existing
+            folder that does not exist.
     """
     if Path(path).exists() or not on_hub(path):
         refuse_revision(path, revision)
         return Path(path)
+    first = Path(path).parts[0]
+    require(
+        revision is not None or not Path(first).is_dir(),
+        f"{path} does not exist, and is read as a path because there is a folder {first}. Check its spelling; for the "
+        f"repository of that name on the hub, pass revision='main'.",
+        CheckpointError,
+    )
     repository, inner = parts_of(path)
     return download(repository, revision, [str(inner / name) for name in files]) / inner
 
 
 def on_hub(path: str | Path) -> bool:
     """Whether `path` can be a name on the hub."""
-    parts = Path(path).parts
-    return len(parts) > 1 and not parts[0].startswith((".", "~", "/"))
+    named = not str(path).startswith((".", "~", "/")) and Path(path).suffix not in ON_DISK
+    return named and len(Path(path).parts) > 1
 
 
 def parts_of(name: str | Path) -> tuple[str, Path]:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
@@ -14,7 +15,7 @@ from planted_saes import random_sae
 from safetensors.numpy import save_file
 
 import sinklens
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, SettingError, SinklensError
 from sinklens.features import Probe, load_sae, push_to_hub
 from sinklens.sinks import SinkTrack
 
@@ -127,7 +128,9 @@ def test_an_sae_a_probe_and_a_track_are_loaded_by_the_name_and_the_commit_they_w
     assert {name.rpartition(".")[2] for name in hub.fetched} == {"json", "safetensors", "nc"}
 
 
-def test_what_is_not_on_the_hub_or_cannot_go_there_is_refused(hub, tmp_path):
+def test_what_is_not_on_the_hub_or_cannot_go_there_is_refused(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
     other, short = tmp_path / "other.safetensors", tmp_path / "short.safetensors"
     save_file(tensors := {name: np.zeros((2, 3)) for name in ("weights", "bias", "means")}, other)
     save_file(tensors, short, {"probe": json.dumps({"kind": "logistic", "point": "", "classes": [0, 1]})})
@@ -138,8 +141,19 @@ def test_what_is_not_on_the_hub_or_cannot_go_there_is_refused(hub, tmp_path):
         (lambda: Probe.load(other), CheckpointError, r"other\.safetensors holds no probe: 'probe'"),
         (lambda: Probe.load(short), CheckpointError, "weights, bias, means and classes disagree"),
         (lambda: Probe.load("nowhere"), CheckpointError, "nowhere holds no probe"),
+        *(
+            (partial(read, name), SinklensError, match)
+            for read in (load_sae, Probe.load, SinkTrack.open)
+            for name, match in [
+                ("kept/typo", "kept/typo does not exist, and is read as a path because there is a folder kept"),
+                ("./other/typo", r"neither a folder|No such file|does not exist"),
+                ("other/typo.nc", r"neither a folder|No such file|does not exist"),
+            ]
+        ),
         (lambda: load_sae(tmp_path, revision="v1"), CheckpointError, "revision 'v1' applies to names on the hub"),
         (lambda: SinkTrack.open(tmp_path / "a.nc", revision="v1"), CheckpointError, "'v1' applies to names on the hub"),
     ]:  # fmt: skip
         with pytest.raises(error, match=match):
             call()
+    push_to_hub(sae := random_sae(), "kept/sae")
+    torch.testing.assert_close(load_sae("kept/sae", revision="main").W_enc, sae.W_enc)
