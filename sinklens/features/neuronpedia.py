@@ -20,6 +20,7 @@ import torch
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
+from sinklens.features.places import Scope
 from sinklens.features.reading import FeatureSummary, summarize_features
 from sinklens.model import Model
 from sinklens.runs.result import Generation
@@ -44,15 +45,13 @@ def save_neuronpedia(
     sae_set: str,
     model_id: str | None = None,
     dataset: str = "",
+    scope: Scope = "all",
     top: int = 20,
 ) -> None:
     """Write features to a file that Neuronpedia imports: top examples, histograms, and the logits that they raise most.
 
     The effect of feature f on the logits is W_dec[f] times the final norm's weight times W_U, as SAEDashboard computes
     it from folded weights.
-
-    Pitfall: all positions of all steps are read, also those at which the SAE was not trained, and an example may recur
-    at several steps.
 
     Args:
         runs: one or several finished runs of one diffusion model.
@@ -61,6 +60,7 @@ def save_neuronpedia(
         out: the file, such as "batch-0.json".
         sae_set, model_id: names on Neuronpedia; by default the model has its own.
         dataset: name of the data set of the prompts.
+        scope: as in `read_features`.
         top: number of examples per feature.
 
     Raises:
@@ -73,7 +73,7 @@ def save_neuronpedia(
             f"one of a layer's residual stream, hook_attn_out or hook_mlp_out."
         )
     runs = as_tuple(runs)
-    summaries, model = summarize_features(runs, sae, sae.point, features, top=top), runs[0].model
+    summaries, model = summarize_features(runs, sae, sae.point, features, scope=scope, top=top), runs[0].model
     directions = model.tokens_to_residual_directions(torch.arange(model.cfg.d_vocab)).float().cpu()
     about = {
         "n_prompts_total": sum(len(run.real) for run in runs),
@@ -108,7 +108,7 @@ def _feature(model: "Model", one: FeatureSummary, logits: np.ndarray) -> dict[st
             "bin_max": largest,
             "bin_contains": -1.0,
             "tokens": model.to_str_tokens(example.tokens),
-            "values": example.values.tolist(),
+            "values": np.nan_to_num(example.values).tolist(),
             "qualifying_token_index": example.place,
         }
         for example in one.examples

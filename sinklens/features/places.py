@@ -54,6 +54,11 @@ def states_of_run(run: "Generation") -> Int[np.ndarray, "batch step pos"]:
     return state_codes(run.undecided.cpu().numpy(), every, run.prompt_length).astype(np.int8)
 
 
+def in_scope(run: "Generation", scope: Scope) -> Bool[np.ndarray, "batch step pos"]:
+    """Whether the state of a position is in a scope, as `states_of_run`."""
+    return np.isin(states_of_run(run), [STATES.index(state) for state in states_of(scope)])
+
+
 def places_of_step(run: "Generation", step: int) -> Bool[np.ndarray, "batch pos"]:
     """True at the places of a step that `collect` stores.
 

@@ -33,7 +33,7 @@ from jaxtyping import Bool, Int, Shaped
 from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import masked_share
 from sinklens.experiments.step_ids import exact_step
-from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
+from sinklens.features.places import Scope, in_scope, places_of_step, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.runs.intervention import place_mask, within
 from sinklens.runs.result import Generation, require_run
@@ -190,12 +190,11 @@ def probe_data(
     if detector is not None and run.sinks is None:
         raise SettingError("detector= needs recorded sinks; run with record_sinks=True.")
     limit = place_mask(positions, run.real).cpu().numpy()
-    numbers = [STATES.index(state) for state in states_of(scope)]
-    states = states_of_run(run)
+    inside, states = in_scope(run, scope), states_of_run(run)
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for step in chosen:
-        mask = limit & np.isin(states[:, step], numbers) & places_of_step(run, step)
+        mask = limit & inside[:, step] & places_of_step(run, step)
         if not mask.any():
             continue
         ids, real, time = exact_step(run, step)

@@ -21,7 +21,7 @@ from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 from sinklens.errors import require
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import states_of_run, stream_point
+from sinklens.features.places import Scope, in_scope, states_of_run, stream_point
 from sinklens.runs.intervention import whole_numbers, within
 from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.kinds import STATES
@@ -31,30 +31,34 @@ PLACE = ["run", "row", "step", "column"]
 
 
 @torch.no_grad()
-def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[int] | None = None) -> xr.DataArray:
-    """The features f = encode(x) of the activations at `point`, at every position of every step.
+def read_features(
+    run: "Generation", sae: SAE, point: str, *, scope: Scope = "all", steps: Sequence[int] | None = None
+) -> xr.DataArray:
+    """The features f = encode(x) of the activations at `point`, at the positions in `scope` of every step.
 
     Args:
         run: a `Generation`, or a trace after its block.
         sae: any SAE.
         point: where it belongs.
+        scope: states of the positions at which the SAE was trained, as in `sinklens.features.collect`.
         steps: steps of the run; negative values count from the end. None means all.
 
     Returns:
-        An array [batch, step, pos, feature]; NaN on padding, and where an autoregressive run has not decoded.
-        Positions are columns of the canvas, as in a sink track.
+        An array [batch, step, pos, feature]; NaN on padding, outside the scope, and where an autoregressive run has not
+        decoded. Positions are columns of the canvas, as in a sink track.
 
     Raises:
-        SettingError: a step that did not run, or a point without a vector at each position.
+        SettingError: a step that did not run, an unknown state, or a point without a vector at each position.
     """
     require_run(run, "run")
+    outside = torch.from_numpy(~in_scope(run, scope))
     name, chosen = stream_point(run.model, point), within("step", steps, run.steps_run)
     read = []
     for step in chosen:
         ids, real, time = exact_step(run, step)
         x = run.model.tree.peek(ids, real, [name], time)[name].flatten(2).float()
         found = sae.encode(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float().cpu()
-        found[~real.cpu()] = torch.nan
+        found[~real.cpu() | outside[:, step, : found.shape[1]]] = torch.nan
         missing = run.canvas.shape[2] - found.shape[1]
         read.append(torch.nn.functional.pad(found, (0, 0, 0, missing), value=torch.nan).numpy())
     return xr.DataArray(np.stack(read, axis=1), dims=("batch", "step", "pos", "feature"), coords={"step": chosen})
@@ -68,7 +72,7 @@ class FeatureExample(NamedTuple):
         value: the feature's value.
         state: "prompt", "masked" or "committed".
         tokens: the canvas of the row at this step, without padding; `place` is the index of the column in it.
-        values: the feature's value at each of these tokens.
+        values: the feature's value at each of these tokens; NaN outside the scope.
         place: index of the position in `tokens`.
     """
 
@@ -91,7 +95,7 @@ class FeatureSummary:
         feature: its number.
         examples: the strongest places, strongest first.
         firing: share of the places of each state at which it fires; NaN without such places.
-        by_step: share of the positions at which it fires, by step.
+        by_step: share of the positions at which it fires, by step; NaN without such positions.
         fired: its values where it fires.
         share: share of all places at which it fires.
         mean_value: mean of `fired`; NaN if it never fires.
@@ -107,7 +111,13 @@ class FeatureSummary:
 
 
 def summarize_features(
-    runs: "Generation | Sequence[Generation]", sae: SAE, point: str, features: Sequence[int], *, top: int = 8
+    runs: "Generation | Sequence[Generation]",
+    sae: SAE,
+    point: str,
+    features: Sequence[int],
+    *,
+    scope: Scope = "all",
+    top: int = 8,
 ) -> list[FeatureSummary]:
     """Summarize some features over runs.
 
@@ -116,20 +126,22 @@ def summarize_features(
         sae: any SAE.
         point: where it belongs.
         features: numbers of features; negative ones count from the end.
+        scope: as in `read_features`; other positions are no places.
         top: number of examples per feature.
 
     Raises:
-        SettingError: no run, a feature that does not exist, or `top` below 1.
+        SettingError: no run, no position in the scope, a feature that does not exist, or `top` below 1.
     """
     runs = as_tuple(runs)
     require(runs and top >= 1, "summarize_features needs at least one run, and top of at least 1.")
-    values = [read_features(run, sae, point).to_numpy() for run in runs]
-    masks = [np.repeat(run.real.cpu().numpy()[:, None], run.steps_run, axis=1) for run in runs]
+    values = [read_features(run, sae, point, scope=scope).to_numpy() for run in runs]
+    masks = [~np.isnan(array[..., 0]) for array in values]
     places = _places(runs, masks)
+    require(len(places), f"no run has a position in {scope=}.")
     found = []
     for number in (within("feature", [one], values[0].shape[-1])[0] for one in whole_numbers("feature", features)):
         value = np.concatenate([array[mask, number] for array, mask in zip(values, masks, strict=True)])
-        found.append(_summary(number, places.assign(value=np.nan_to_num(value)), runs, values, top))
+        found.append(_summary(number, places.assign(value=value), runs, values, top))
     return found
 
 
@@ -151,7 +163,8 @@ def _summary(
     places["fires"] = places["value"] > 0
     fired = places[places["fires"]]
     shares = places.groupby("state")["fires"].mean()
-    by_step = places.groupby("step")["fires"].mean().to_numpy()
+    steps = range(max(array.shape[1] for array in values))
+    by_step = places.groupby("step")["fires"].mean().reindex(steps).to_numpy()
     order = fired.sort_values(["value", *PLACE], ascending=[False, *[True] * len(PLACE)])
     strongest = order.drop_duplicates(["run", "row", "column"]).head(top)  # one step of each position
     places_shown = strongest[PLACE].itertuples(index=False)

@@ -20,7 +20,7 @@ POINT, EMBEDDED = "blocks.1.hook_resid_post", "blocks.0.hook_resid_pre"
 def test_features_are_those_of_a_pass_over_each_row_alone(worded, architecture, causal):
     model, sae = worded(architecture, causal), random_sae()
     run = sinklens.generate(model, PADDED, **short(model, {}))
-    found = read_features(run, sae, POINT, steps=[1, -1])
+    found, decided = (read_features(run, sae, POINT, scope=scope, steps=[1, -1]) for scope in ("all", "decided"))
     assert found.step.values.tolist() == [1, run.steps_run - 1]
     for step in found.step.values:
         ids, real = entered(run, step)
@@ -30,6 +30,8 @@ def test_features_are_those_of_a_pass_over_each_row_alone(worded, architecture, 
             known = ~np.isnan(got[:, 0])
             assert known.nonzero()[0].tolist() == real[row].nonzero()[:, 0].tolist()
             torch.testing.assert_close(torch.from_numpy(got[known]), sae.encode(alone.detach()), atol=2e-4, rtol=1e-3)
+            seen = decided.sel(step=step).isel(batch=row).to_numpy()
+            np.testing.assert_array_equal(seen, np.where(run.undecided[row, step, :, None], np.nan, got))
 
 
 class Token:
@@ -85,6 +87,9 @@ def test_firing_is_counted_by_state_and_step(found):
     share = [(run.canvas[:, step][run.real] == token).float().mean().item() for step in range(run.steps_run)]
     assert hit.by_step.tolist() == pytest.approx(share)
     assert hit.mean_value == 3.0
+    (masked,) = summarize_features(run, sae, EMBEDDED, [2], scope="masked")
+    assert {one.state for one in masked.examples} == {"masked"}
+    assert (masked.firing["masked"], str(masked.firing["prompt"])) == (1.0, "nan")
 
 
 def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp_path):
