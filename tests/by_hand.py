@@ -1,7 +1,7 @@
 """Shipped models decoded in plain torch, in float64, one row at a time, without padding, batch or cache.
 
-The pass is `building.plain_pass`. So the measurements of docs/papers can be compared with a second implementation of
-pass and samplers (tests/papers).
+The pass is `building.plain_pass`, the decisions are those of `published_rules`. So the measurements of docs/papers can
+be compared with a second implementation of pass and samplers (tests/papers).
 
     network = Network("tiny-llada")
     run = network.decode(network.encode("Question: …"))
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import published_rules as rules
 import torch
 from building import plain_pass
 from torch import Tensor
@@ -19,6 +20,12 @@ from torch import Tensor
 import sinklens
 
 MASK, END = 1, 0
+GREEDY: rules.Settings = {
+    "temperature": 0.0, "top_p": None, "top_k": None, "cfg_scale": 0.0, "logits_eos_inf": False,
+    "confidence_eos_eot_inf": False, "remasking": "low_confidence", "threshold": None, "factor": None,
+    "by_quota": True, "eps": 1e-3, "alg": "entropy", "alg_temp": None, "tokens_per_step": None, "stop": True,
+    "remasking_strategy": "low_confidence_static", "confidence_of": "model",
+}  # fmt: skip
 
 
 class Pass(NamedTuple):
@@ -26,14 +33,12 @@ class Pass(NamedTuple):
 
     Attributes:
         logits: at position i those of the token at i, [pos, vocab]; of an autoregressive model those of i + 1.
-        streams: what enters each layer, and what leaves the last, [layer + 1, pos, d_model].
         pattern: [layer, head, query, key].
         value: [layer, head, key, d_head].
         output: pattern · value of every head, [layer, head, query, d_head].
     """
 
     logits: Tensor
-    streams: Tensor
     pattern: Tensor
     value: Tensor
     output: Tensor
@@ -62,15 +67,22 @@ class Change:
 
 
 class Run(NamedTuple):
-    """A decoded row: the canvas before each step, the pass over it, where it works, and the finished canvas.
-
-    `blocks` has the first and the last position + 1 of each step's block.
-    """
+    """A decoded row: the canvas before each step, the pass over it, and the finished canvas."""
 
     canvases: list[Tensor]
     passes: list[Pass]
-    blocks: list[tuple[int, int]]
     tokens: Tensor
+
+
+class _Kept(rules.Oracle):
+    """What the published rules ask; the canvases and passes of a network, its first field, are kept."""
+
+    def logits(self, ids: rules.Ids, seen: rules.Seen | None = None) -> list[list[float]]:
+        network, canvases, passes = self.hf
+        canvases.append(torch.tensor(ids))
+        passes.append(network(canvases[-1]))
+        rows = passes[-1].logits.tolist()
+        return [*rows[1:], rows[-1]] if network.kind == "dream" else rows  # the rules shift Dream's
 
 
 class Network:
@@ -101,12 +113,11 @@ class Network:
         logits = found.logits[0]
         if self.kind == "dream":  # position i predicts the token at i + 1
             logits = torch.cat([logits[:1], logits[:-1]])
-        streams = torch.cat([stacked("hook_resid_pre"), stacked("hook_resid_post")[-1:]])
         value, output = (stacked(f"attn.hook_{name}").transpose(1, 2) for name in ("v", "z"))
-        return Pass(logits, streams, stacked("attn.hook_pattern"), value, output)
+        return Pass(logits, stacked("attn.hook_pattern"), value, output)
 
     def decode(self, prompt: Tensor, length: int = 24, steps: int = 24, block: int | None = None) -> Run:
-        """A run at temperature 0.
+        """A run at temperature 0 by the published rules.
 
         LLaDA and SDAR decide the most probable predictions of a block first, ``length / steps`` at each step, Dream
         those of lowest entropy of all, in numbers that follow its times. An autoregressive model appends one token per
@@ -115,43 +126,11 @@ class Network:
         Args:
             block: positions of a block; SDAR's is its own and counted from the first token.
         """
-        canvases, passes, blocks = [], [], []
-        masks = 0 if self.kind == "causal" else length
-        if self.kind == "blocks":
-            masks += -(len(prompt) + length) % self.block  # the last block is complete
-        ids = torch.cat([prompt, torch.full((masks,), MASK)])
-        for step in range(steps if self.kind != "blocks" else len(ids)):
-            masked = (ids == MASK).nonzero()[:, 0].tolist()
-            if not masked and self.kind != "causal":
-                break
-            start, stop = self._block(len(prompt), len(ids), masked, block)
-            if self.kind == "blocks" and (ids[len(prompt) : start] == END).any():
-                break
-            canvases.append(ids.clone())
-            blocks.append((start, stop))
-            passes.append(self(ids))
-            if self.kind == "causal":
-                ids = torch.cat([ids, passes[-1].logits[-1].argmax()[None]])
-                if ids[-1] == END:
-                    break
-                continue
-            here = [place for place in masked if place < stop]
-            count = 1 if self.kind == "blocks" else length // steps
-            if self.kind == "dream":
-                times = torch.linspace(1, 1e-3, steps + 1).tolist()
-                count = int(len(here) * (1 - times[step + 1] / times[step])) if step < steps - 1 else len(here)
-            probs = passes[-1].logits[here].softmax(-1)
-            confidence = (probs * (probs + 1e-10).log()).sum(-1) if self.kind == "dream" else probs.amax(-1)
-            for number in confidence.argsort(descending=True)[:count].tolist():
-                ids[here[number]] = probs[number].argmax()
-        return Run(canvases, passes, blocks, ids)
-
-    def _block(self, prompt: int, total: int, masked: list[int], block: int | None) -> tuple[int, int]:
-        """The block that a step works on."""
-        if self.kind == "blocks":
-            start = masked[0] // self.block * self.block
-            return start, start + self.block
-        if block is None:
-            return prompt, total
-        start = prompt + (masked[0] - prompt) // block * block
-        return start, start + block
+        rule = {"llada": rules.llada, "dream": rules.dream, "causal": rules.autoregressive, "blocks": rules.sdar}
+        size = self.block or block or length
+        length = steps if self.kind == "causal" else length
+        given = GREEDY | {"gen_length": length, "steps": steps, "block_length": size, "denoising_steps": size}
+        canvases, passes = list[Tensor](), list[Pass]()
+        oracle, noise = _Kept((self, canvases, passes), MASK, (END,)), rules.Noise(torch.Generator())
+        *_, last = rule[self.kind](oracle, prompt.tolist(), noise, given)
+        return Run(canvases, passes, torch.tensor(last))

@@ -13,7 +13,19 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from published_rules import Ids, Noise, Settings, UndeterminedError, best_token, keep_nucleus, softmax, with_tokens
+from published_rules import (
+    Ids,
+    Noise,
+    Settings,
+    UndeterminedError,
+    best_token,
+    invert_surely,
+    keep_nucleus,
+    random_tokens,
+    softmax,
+    surely,
+    with_tokens,
+)  # fmt: skip
 
 import sinklens
 
@@ -51,8 +63,7 @@ def race(weights: Row, uniform: Row) -> int:
     """
     ends = [weight / (1e-10 - math.log(number + 1e-10)) for weight, number in zip(weights, uniform, strict=True)]
     first, second = sorted(ends, reverse=True)[:2]
-    if first - second <= 1e-5 * abs(first):
-        raise UndeterminedError
+    surely((first - second) / (first or 1.0))
     return ends.index(first)
 
 
@@ -60,22 +71,6 @@ def raced(rows: list[Row], noise: Noise, dtype: torch.dtype) -> list[int]:
     """The token that wins with the weights of each row."""
     uniform = torch.rand(len(rows), len(rows[0]), generator=noise.generator, dtype=dtype).tolist()
     return [race(*pair) for pair in zip(rows, uniform, strict=True)]
-
-
-def inverted(weights: Row, number: float) -> int:
-    """The first token at which the cumulated weights exceed a number.
-
-    Raises:
-        UndeterminedError: they nearly equal it.
-    """
-    total = 0.0
-    for token, weight in enumerate(weights):
-        total += weight
-        if abs(total - number) < 1e-6:
-            raise UndeterminedError
-        if total > number:
-            return token
-    raise UndeterminedError
 
 
 def sigma(time: float) -> float:
@@ -287,8 +282,7 @@ def nucleus(probs: Row, top_p: float | None) -> Row:
     total = 0.0
     for prob in sorted(probs, reverse=True):
         total += prob
-        if abs(total - top_p) < 1e-6:
-            raise UndeterminedError
+        surely(total - top_p)
     logs = [math.log(prob) if prob else -math.inf for prob in probs]
     return softmax(keep_nucleus(logs, top_p))
 
@@ -326,8 +320,7 @@ def remdm(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[
 
 
 def started(net: Network, noise: Noise, given: Settings) -> Ids:
-    size = net.model.cfg.d_vocab
-    drawn = [int(number * size) for number in noise.double(given["gen_length"])]
+    drawn = random_tokens(noise, given["gen_length"], net.model.cfg.d_vocab)
     return list(given.get("start_canvas") or drawn)
 
 
@@ -360,7 +353,7 @@ def gidd(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[I
                 for place, prob in enumerate(probs)
             ]
             rows.append(at_least(weights, given["min_p"]))
-        ids = ids[:start] + [inverted(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
+        ids = ids[:start] + [invert_surely(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
         yield ids
 
 
@@ -377,7 +370,7 @@ def gidd_correction(net: Network, prompt: Ids, noise: Noise, given: Settings) ->
     for _ in range(given["steps"]):
         logits = net.logits(ids, given["t0"])[start:]
         rows = [net.clean([value / given["temperature"] for value in row]) for row in logits]
-        drawn = [inverted(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
+        drawn = [invert_surely(*pair) for pair in zip(rows, noise.single(len(rows)), strict=True)]
         differing = [place for place, token in enumerate(drawn) if token != ids[start + place]]
         proposal = ids
         if differing:

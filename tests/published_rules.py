@@ -711,6 +711,7 @@ def surely(difference: float) -> None:
 
 
 def invert_surely(probs: Sequence[float], number: float) -> int:
+    """`invert`, unless the cumulated probability nearly equals the number."""
     total = 0.0
     for prob in probs:
         total += prob

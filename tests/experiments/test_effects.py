@@ -111,9 +111,9 @@ def test_orders_edits_and_changed_shares_of_hand_made_runs(tiny_llada):
         unmask[:, base.prompt_length :] = torch.tensor([list(row) for row in steps])
         runs.append(replace(base, canvas=canvas, unmask_step=unmask))
     found = compare(*runs)
-    assert found["edit_distance"].to_numpy().tolist() == [1, 0, 3]
-    assert found["same_answer"].to_numpy().tolist() == [False, True, False]
-    assert found["changed_share"].to_numpy().tolist() == [3 / 8, 0, 3 / 8]
+    assert {name: found[name].to_numpy().tolist() for name in ("edit_distance", "same_answer", "changed_share")} == {
+        "edit_distance": [1, 0, 3], "same_answer": [False, True, False], "changed_share": [3 / 8, 0, 3 / 8],
+    }  # fmt: skip
     assert found["order"].to_numpy() == pytest.approx([math.nan, -1, (18 - 2) / 24], nan_ok=True)
 
 
@@ -164,13 +164,11 @@ def test_tokens_added_to_an_ended_autoregressive_row_are_not_counted(tiny_llama)
     end = tiny_llama.eos_token_ids[0]
     alone = course(tiny_llama, [["M"] * 4, [5, "M", "M", "M"], [5, end, "M", "M"]])
     waited = course(tiny_llama, [*alone.canvas[0, :, 2:].tolist(), [5, end, end, -1], [5, end, end, end]])
-    found = compare(alone, waited)
-    assert found["first_divergent_step"].item() == -1
-    assert found["order"].item() == pytest.approx(1.0)
-    assert found["edit_distance"].item() == 0
     longer = course(tiny_llama, [["M"] * 4, [5, "M", "M", "M"], [5, 6, "M", "M"], [5, 6, end, "M"]])
-    assert compare(alone, longer)["first_divergent_step"].item() == 1
-    assert compare(alone, longer)["edit_distance"].item() == 1
+    for other, first, edits in ((waited, -1, 0), (longer, 1, 1)):
+        found = compare(alone, other)
+        assert (found["first_divergent_step"].item(), found["edit_distance"].item()) == (first, edits)
+    assert compare(alone, waited)["order"].item() == pytest.approx(1.0)
 
 
 def same_value(value, hook):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from likelihood_oracle import all_masks
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.experiments import holes, likelihood
-from sinklens.interventions import Suffix
+from sinklens.experiments import holes
 
 PARTS = ["w7 w12", 2, "w33 w5", 3, "w8"]
 
@@ -39,25 +37,6 @@ def test_the_pass_of_the_first_step_sees_all_given_parts(worded):
     ids[0, [start, start + 1, start + 4, start + 5, start + 6]] = mask
     expected = model.run_with_cache(ids, names_filter="blocks.0.hook_resid_pre")[1]["blocks.0.hook_resid_pre"]
     torch.testing.assert_close(seen[0], expected, atol=1e-5, rtol=1e-4)
-
-
-def test_the_likelihood_of_a_span_is_the_sum_over_all_its_masks(worded):
-    model = worded()
-    before, span, after = [5, 9], [13, 7, 20], [31, 8]
-    logits = lambda ids: model(torch.cat([ids, torch.tensor([after])], dim=1)).detach()  # noqa: E731
-    total = all_masks(logits, model.mask_token_id, before, span)
-    found = likelihood(model, before, span, hooks=Suffix(text=after), exact=True)
-    assert found.value == pytest.approx(total, abs=1e-4)
-    assert found.kind == "bound"
-    other = likelihood(model, before, span, hooks=Suffix(text=[40, 41]), exact=True)
-    assert abs(other.value - found.value) > 1e-3  # the text after it counts
-
-
-def test_hooks_act_in_the_likelihood_of_a_span(worded):
-    model = worded()
-    hook = ("denoise.hook_logits", lambda logits, hook: logits + 50 * (torch.arange(logits.shape[-1]) == 13))
-    found = likelihood(model, [5, 9], [13], exact=True, hooks=[hook, Suffix(text=[31, 8])])
-    assert found.value == pytest.approx(0.0, abs=1e-3)
 
 
 def test_texts_without_holes_or_with_masks_are_refused(worded):

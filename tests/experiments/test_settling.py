@@ -97,10 +97,12 @@ def test_early_exits_return_the_guess_of_the_step_at_which_their_rule_holds():
     found = by_hand([[1, 5], [1, 3], [1, 2], [1, 2]], decided=[0, 3], gap=gap)
     right = lambda row, text: text == "1 2"  # noqa: E731
     by_gap = early_exit(Words(found), found, right, [0.1, 0.5, 0.8, 0.95])
-    assert by_gap["exit"].values[:, 0].tolist() == [1, 2, 3, 4]
-    assert by_gap["right"].values[:, 0].tolist() == [False, False, True, True]
-    assert by_gap["share"].values[:, 0].tolist() == [0.25, 0.5, 0.75, 1.0]
-    assert by_gap["same"].values[:, 0].tolist() == [False, False, True, True]
+    assert {name: by_gap[name].values[:, 0].tolist() for name in ("exit", "share", "right", "same")} == {
+        "exit": [1, 2, 3, 4],
+        "share": [0.25, 0.5, 0.75, 1.0],
+        "right": [False, False, True, True],
+        "same": [False, False, True, True],
+    }
     assert by_gap["full"].item()
 
 

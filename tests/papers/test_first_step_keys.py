@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from by_hand import Network
+from by_hand import MASK, Network
 
 import sinklens
 from sinklens.tasks import held_out
@@ -20,9 +20,11 @@ class Blocks:
     def __init__(self, network, prompt):
         self.network, self.prompt = network, network.encode(prompt)
         self.run = network.decode(self.prompt, block=None if network.block else 8)
-        self.starts = [start for start, _ in self.run.blocks]
-        steps = zip(self.run.passes, self.run.blocks, strict=True)
-        self.scores = [one.pattern[:, :, start:stop].sum(2) for one, (start, stop) in steps]
+        origin = 0 if network.block else len(self.prompt)
+        open_at = [int((canvas == MASK).nonzero()[0]) for canvas in self.run.canvases]
+        self.starts = [origin + (place - origin) // 8 * 8 for place in open_at]
+        steps = zip(self.run.passes, self.starts, strict=True)
+        self.scores = [one.pattern[:, :, start : start + 8].sum(2) for one, start in steps]
 
     def first_of(self, start):
         """The first step of a block."""
