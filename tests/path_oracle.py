@@ -4,9 +4,7 @@ The second pass freezes every component and takes the sender's output from the f
 put into the third, which is free otherwise. Nothing of sinklens computes.
 """
 
-from building import plain_pass
-
-LAYERS = 3
+from building import plain_pass, put
 
 
 def points_of(name):
@@ -21,8 +19,8 @@ def points_of(name):
 def frozen(here, sender, source):
     """Edits that fix every component at its value in `here`, except the sender, which is as in `source`."""
     at, head = points_of(sender)
-    names = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(LAYERS) for p in ("attn.hook_result", "hook_mlp_out"))]
-    values = {name: here[name].clone() for name in names}
+    written = ("hook_embed", "attn.hook_result", "hook_mlp_out")
+    values = {name: value.clone() for name, value in here.items() if name.endswith(written)}
     if head is None:
         values[at] = source[at]
     else:
@@ -46,9 +44,5 @@ def brute_force(model, ids, other, sender, receiver, positions=None, passed=plai
         return passed(model, ids, edits={at: lambda _: patched.values[at]}).logits
     at, head = f"blocks.{receiver[1]}.attn.hook_{receiver[-1]}", int(receiver[3])
 
-    def replace(value):
-        value = value.clone()
-        value[:, :, head] = patched.values[at][:, :, head]
-        return value
-
-    return passed(model, ids, edits={at: replace}).logits
+    edit = put((slice(None), slice(None), head), lambda _: patched.values[at][:, :, head])
+    return passed(model, ids, edits={at: edit}).logits

@@ -15,10 +15,9 @@ def causal(step, queries):
 
 
 def test_a_position_belongs_to_the_step_that_first_reads_it_in_an_autoregressive_run_else_to_its_own():
-    assert causal(0, 3).spans() == [QuerySpan(0, 0, 3)]
-    assert causal(2, 5).spans() == [QuerySpan(0, 0, 3), QuerySpan(1, 3, 4), QuerySpan(2, 4, 5)]
-    assert causal(2, 1).spans() == [QuerySpan(2, 0, 1)]
-    assert causal(2, 5).spans(1) == [QuerySpan(2, 0, 1)]
+    of_prompt, cached = [QuerySpan(0, 0, 3)], [QuerySpan(2, 0, 1)]
+    assert [causal(0, 3).spans(), causal(2, 1).spans(), causal(2, 5).spans(1)] == [of_prompt, cached, cached]
+    assert causal(2, 5).spans() == [*of_prompt, QuerySpan(1, 3, 4), QuerySpan(2, 4, 5)]
     assert (causal(2, 5).first(5), causal(2, 1).first(1), causal(2, 5).first(1)) == (0, 4, 4)
     denoise = ForwardPass(2, mode="denoise", queries=range(4, 6), keys=range(6), prompt_length=3)
     assert denoise.spans() == [QuerySpan(2, 0, 2)]

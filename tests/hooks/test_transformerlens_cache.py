@@ -259,18 +259,6 @@ def test_what_a_pass_cannot_do_is_refused(model, call, error, text):
 # Return types and partial passes
 
 
-def test_a_pass_returns_logits_loss_both_or_none():
-    model, ids = shared_model("llama", True), random_ids()
-    logits = plain_pass(model, ids).logits
-    each = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 6)
-    assert model.tree(ids, return_type=None) is None
-    close(model.tree(ids, return_type="loss"), each.mean())
-    close(model.tree(ids, return_type="loss", loss_per_token=True), each)
-    both = model.run_with_hooks(ids, return_type="both")
-    close(both[0], logits)
-    close(both[1], each.mean())
-
-
 @pytest.mark.parametrize(
     ("stop", "name"),
     [

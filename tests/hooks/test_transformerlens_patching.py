@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from building import plain_pass, random_ids, random_model, shared_model
+from building import plain_pass, put, random_ids, random_model, shared_model
+from path_oracle import brute_force
 from transformer_lens import patching
 
 from sinklens.errors import HookNameError, SettingError
@@ -29,20 +30,19 @@ class Pair:
 
     def __init__(self, model):
         self.model, self.corrupted = model, random_ids(1, LENGTH)
-        clean = random_ids(1, LENGTH)
-        self.cache = model.run_with_cache(clean)[1]
+        self.clean_ids = random_ids(1, LENGTH)
+        self.cache = model.run_with_cache(self.clean_ids)[1]
         self.corrupted_cache = model.run_with_cache(self.corrupted)[1]
-        self.clean = plain_pass(model, clean).values
+        self.clean = plain_pass(model, self.clean_ids).values
 
-    def patched(self, name, index, source=None):
-        """The metric with ``value[index]`` of the point called `name` taken from `source`, or from the clean pass."""
+    def patched(self, name, index):
+        """The metric with ``value[index]`` of the point called `name` taken from the clean pass."""
+        edit = put(index, lambda _: self.clean[name][index])
+        return metric(plain_pass(self.model, self.corrupted, edits={name: edit}).logits)
 
-        def put(value):
-            changed = value.clone()
-            changed[index] = (self.clean[name] if source is None else source)[index]
-            return changed
-
-        return metric(plain_pass(self.model, self.corrupted, edits={name: put}).logits)
+    def path(self, sender, receiver):
+        """The metric with the output of one head in the clean pass read by one later head alone."""
+        return metric(brute_force(self.model, self.corrupted, self.clean_ids, sender, receiver)).detach()
 
 
 EVERY = slice(None)
@@ -103,29 +103,13 @@ def norm(module, x):
     return x / ((x * x).mean(-1, keepdim=True) + module.variance_epsilon).sqrt() * module.weight
 
 
-def explicit_path(pair, source, target, letter):
-    """The metric of a plain pass in which head `target` reads a stream with the clean output of head `source`."""
-    (from_layer, from_head), (layer, head) = source, target
-    target_layer = pair.model.tree.hf.model.layers[layer]
-    out = pair.model.tree.hf.model.layers[from_layer].self_attn.o_proj.weight[:, 4 * from_head : 4 * from_head + 4]
-    written = f"blocks.{from_layer}.attn.hook_z"
-    plain = plain_pass(pair.model, pair.corrupted).values
-    change = (pair.clean[written] - plain[written])[:, :, from_head] @ out.T
-    projection = getattr(target_layer.self_attn, f"{letter}_proj")
-    projected = projection(
-        norm(target_layer.input_layernorm, plain[f"blocks.{layer}.hook_resid_pre"] + change)
-    ).unflatten(-1, (-1, 4))
-
-    return pair.patched(f"blocks.{layer}.attn.hook_{letter}", (EVERY, EVERY, head), projected)
-
-
 def test_direct_paths_to_queries(pair):
     found = patching.get_act_patch_direct_path(
         pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, src_layer=0, src_head=4, verbose=False
     )
     assert (found[0] == 0).all()
     for head in range(HEADS):
-        close(found[1, head], explicit_path(pair, (0, 4), (1, head), "q").detach())
+        close(found[1, head], pair.path("L0H4", f"L1H{head}.q"))
     assert pair.model.cfg.use_split_qkv_input is False
 
 
@@ -138,7 +122,7 @@ def test_direct_paths_to_keys_and_values(architecture, letter):
         pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, 1, 2, component=letter, verbose=False
     )
     for head in range(HEADS):
-        close(found[2, head], explicit_path(pair, (1, 2), (2, head), letter).detach())
+        close(found[2, head], pair.path("L1H2", f"L2H{head}.{letter}"))
 
 
 # The input points of sublayers

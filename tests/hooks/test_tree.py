@@ -130,16 +130,14 @@ def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
 def test_the_sizes_are_those_of_the_weights():
     model = shared_model()
     cfg, layer = model.cfg, model.tree.hf.model.layers[0]
-    assert (cfg.d_vocab, cfg.d_model) == tuple(model.tree.hf.lm_head.weight.shape)
-    assert (cfg.n_heads * cfg.d_head, cfg.n_key_value_heads * cfg.d_head) == (
-        len(layer.self_attn.q_proj.weight),
-        len(layer.self_attn.k_proj.weight),
-    )
-    assert (cfg.n_layers, cfg.d_mlp) == (len(model.tree.hf.model.layers), len(layer.mlp.up_proj.weight))
-    assert cfg.attn_scale == pytest.approx(1 / layer.self_attn.scaling)
-    assert cfg.d_vocab_out == len(model.tree.hf.lm_head.weight)
-    assert cfg.eps == layer.input_layernorm.variance_epsilon
-    assert cfg.act_fn == model.config.hidden_act
+    d_vocab, d_model = model.tree.hf.lm_head.weight.shape
+    expected = {
+        "d_vocab": d_vocab, "d_vocab_out": d_vocab, "d_model": d_model, "d_mlp": len(layer.mlp.up_proj.weight),
+        "n_layers": len(model.tree.hf.model.layers), "n_heads": len(layer.self_attn.q_proj.weight) // cfg.d_head,
+        "n_key_value_heads": len(layer.self_attn.k_proj.weight) // cfg.d_head, "act_fn": model.config.hidden_act,
+        "attn_scale": pytest.approx(1 / layer.self_attn.scaling), "eps": layer.input_layernorm.variance_epsilon,
+    }  # fmt: skip
+    assert {name: getattr(cfg, name) for name in expected} == expected
     assert cfg.to_dict()["n_layers"] == cfg.n_layers
 
 
