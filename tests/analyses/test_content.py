@@ -80,15 +80,15 @@ def test_claims_are_paired_differences_of_costs():
     data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask_mass_kind"}] = number < 12
     table = Content().claims({"planted": data}).set_index("measure")
-    equal = table.loc[
-        "digit, where it is a sink: with as much attention to keys that are no sinks, digit keys cost more than others"
-    ]
-    assert (equal["estimate"], equal["verdict"]) == (pytest.approx(0.3), "holds")
-    assert table.loc["a digit that is a sink costs more than one that is not", "estimate"] == pytest.approx(0.55)
-    assert table.loc["a digit that is a sink costs more than one that is not", "verdict"] == "holds"
-    costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]
-    assert (costs["estimate"], costs["verdict"]) == (pytest.approx(0.4), "holds")
-    assert table.loc["among sinks, a digit costs more than another token", "estimate"] == pytest.approx(0.8)
+    where = "digit, where it is a sink:"
+    expected = {
+        f"{where} with as much attention to keys that are no sinks, digit keys cost more than others": 0.3,
+        f"{where} masking costs more than replacing the value": 0.4,
+        "a digit that is a sink costs more than one that is not": 0.55,
+        "among sinks, a digit costs more than another token": 0.8,
+    }
+    assert table["estimate"][[*expected]].to_dict() == pytest.approx(expected)
+    assert set(table["verdict"][[*expected]]) == {"holds"}
     assert table.loc["another token that is a sink costs more than one that is not", "verdict"] == "cannot tell"
     data["base"] = ("prompt", np.zeros(40))
     assert set(Content().claims({"planted": data})["verdict"]) == {"not measured"}

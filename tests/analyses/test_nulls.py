@@ -7,7 +7,7 @@ from asked import TWO as PROMPTS
 
 import sinklens
 from sinklens.analyses.nulls import FixedQueries, causal_null
-from sinklens.sinks import Record, SinkTrack, motion
+from sinklens.sinks import Record, motion
 
 ATTRS = {"model": "planted"}
 
@@ -71,24 +71,15 @@ def test_the_null_of_an_autoregressive_run_is_the_run(tiny_llama):
     np.testing.assert_allclose(null.data["score"], run.sinks.data["score"], atol=1e-4)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_with_queries_held_fixed_an_autoregressive_model_never_moves(tiny_llama, use_cache):
-    record = Record([FixedQueries(tiny_llama.encode(PROMPTS)[1])])
-    run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=record, gen_length=6, use_cache=use_cache)
-    fixed = SinkTrack(run.sinks.data.assign(score=run.sinks["fixed_score"]))
-    assert (motion.jumps(fixed)["changes"] == 0).all()
-    assert (motion.static_share(fixed) == 1).all()
-    scores = fixed.scores().fillna(0).to_numpy()
-    np.testing.assert_allclose(scores, np.broadcast_to(scores[:, :1], scores.shape), atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_fixed_scores_are_the_sums_of_the_chosen_rows(name, request):
+@pytest.mark.parametrize(
+    ("name", "settings"), [("tiny_llada", {}), ("tiny_llama", {}), ("tiny_llama", {"use_cache": False})]
+)
+def test_fixed_scores_are_the_sums_of_the_chosen_rows(name, settings, request):
     model = request.getfixturevalue(name)
     members = model.encode(PROMPTS)[1]
     members[:, -3] = False
     record = Record([FixedQueries(members)], patterns=[(2, 1)])
-    run = sinklens.generate(model, PROMPTS, record_sinks=record, gen_length=4)
+    run = sinklens.generate(model, PROMPTS, record_sinks=record, gen_length=4, **settings)
     pattern = run.patterns[2, 1]
     expected = torch.stack(
         [rows[:, chosen.nonzero()[:, 0]].sum(1) for rows, chosen in zip(pattern, members, strict=True)]

@@ -33,26 +33,27 @@ def labels_by_hand(run, row, column, step):
     return own, int(state), answer if answer >= 0 else start - column - 1, int(kind)
 
 
+def computed(watched):
+    """Each real place that a step computes: step, row, column, and its value."""
+    for step, values in watched.values.items():
+        stop, count = watched.ends[step], values[Z].shape[1]
+        for row, at in entered(watched.run, step)[1][:, stop - count : stop].nonzero().tolist():
+            yield step, row, stop - count + at, values[Z][row, at]
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(worded, architecture, causal, settings):
     model = worded(architecture, causal)
     few = {"gen_length": 4} | settings
     found = donors(model, PADDED, [Z], **few)
-    ends = {}
-    note = (Z, lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
-    watched = watch(model, PADDED, [note], ["1.attn.hook_z"], **few)
+    watched = watch(model, PADDED, [], ["1.attn.hook_z"], **few)
     wanted = []
-    for step, values in watched.values.items():
-        real, first = entered(watched.run, step)[1], ends[step] - values[Z].shape[1]
-        for row, column in real.nonzero().tolist():
-            if not first <= column < ends[step]:
-                continue
-            if not causal and not bool(watched.run.undecided[row, step][watched.run.real[row]].any()):
-                continue
-            label = labels_by_hand(watched.run, row, column, step)
-            if not causal or label[0] == step:
-                wanted.append((label, values[Z][row, column - first]))
+    for step, row, column, value in computed(watched):
+        label = labels_by_hand(watched.run, row, column, step)
+        active = causal or bool(watched.run.undecided[row, step][watched.run.real[row]].any())
+        if active and (not causal or label[0] == step):
+            wanted.append((label, value))
     labels = torch.stack([found.step, found.state, found.position, found.kind], dim=1).tolist()
     assert sorted(map(tuple, labels)) == sorted(label for label, _ in wanted)
     for label, value in wanted[::7]:
@@ -84,26 +85,20 @@ def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, cau
     where = "prompt" if causal else "masked"
     if "position" in match and architecture == "sdar":  # rows end in other blocks than the donors'
         match = ("step", "state", "kind")
-    resample, ends = Resample(donors=found, where=where, match=match, heads=[0, 4]), {}
-    note = (Z, lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
-    watched = watch(model, PADDED, [resample, note], ["1.attn.hook_z"], **few)
+    resample = Resample(donors=found, where=where, match=match, heads=[0, 4])
+    watched = watch(model, PADDED, [resample], ["1.attn.hook_z"], **few)
     plain = watch(model, PADDED, [], ["1.attn.hook_z"], replay=watched.run, **few)
     drawn = set()
-    for step, values in watched.values.items():
-        real, first = entered(watched.run, step)[1], ends[step] - values[Z].shape[1]
-        for row, column in real.nonzero().tolist():
-            if not first <= column < ends[step]:
-                continue
-            _, state, *_ = label = labels_by_hand(watched.run, row, column, step)
-            z, before = values[Z][row, column - first], plain.values[step][Z][row, column - first]
-            assert torch.equal(z[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
-            if state != (PlaceState.PROMPT if causal else PlaceState.MASKED):
-                assert torch.equal(z, before)
-                continue
-            same = (found.values[Z][:, [0, 4]] == z[[0, 4]]).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
-            wanted = dict(zip(("step", "state", "position", "kind"), label, strict=True))
-            assert any(all(int(getattr(found, name)[at]) == wanted[name] for name in match) for at in same)
-            drawn |= set(same)
+    for (step, row, column, z), (*_, before) in zip(computed(watched), computed(plain), strict=True):
+        _, state, *_ = label = labels_by_hand(watched.run, row, column, step)
+        assert torch.equal(z[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+        if state != (PlaceState.PROMPT if causal else PlaceState.MASKED):
+            assert torch.equal(z, before)
+            continue
+        same = (found.values[Z][:, [0, 4]] == z[[0, 4]]).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
+        wanted = dict(zip(("step", "state", "position", "kind"), label, strict=True))
+        assert any(all(int(getattr(found, name)[at]) == wanted[name] for name in match) for at in same)
+        drawn |= set(same)
     assert len(drawn) > 5
     assert unwatched(model)
 
