@@ -31,12 +31,16 @@ def test_the_share_of_prompts_that_share_a_stretch_ignores_numbers_copies_and_wh
         f"The shop of {name} sells {count} red pens and blue pens each day." for name, count in (("A", 3), ("A", 14))
     ]
     other = "Nobody knows where the ship went after the storm had passed over the bay."
-    assert sharing([f"{head} {text}" for text in (*two, other)]) == pytest.approx(2 / 3)
-    assert sharing([f"{head} first", f"{head} second one", f"{head} third"]) == 0
-    assert sharing(["only one", other]) == 0
-    assert sharing([[*range(9), 1], [*range(9), 2], [7, 7]]) == pytest.approx(2 / 3)
-    assert sharing([]) == 0
-    assert sharing([other, other, "a short prompt"]) == 0
+    shares = (
+        ([f"{head} {text}" for text in (*two, other)], 2 / 3),
+        ([f"{head} first", f"{head} second one", f"{head} third"], 0),
+        (["only one", other], 0),
+        ([[*range(9), 1], [*range(9), 2], [7, 7]], 2 / 3),
+        ([], 0),
+        ([other, other, "a short prompt"], 0),
+    )
+    for prompts, share in shares:
+        assert sharing(prompts) == pytest.approx(share), prompts
 
 
 def test_groups_are_read_from_a_column(tmp_path):

@@ -65,13 +65,14 @@ def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
 def test_a_record_contains_what_the_run_did(tiny_llada):
     (record,) = carry_out(tiny_llada, UNMASKED, SAMPLES[:1], seed=3)
     run = sinklens.generate(tiny_llada, SAMPLES[0].prompt, seed=3, progress=False)
-    answer = slice(run.prompt_length, None)
-    assert record["tokens"] == run.tokens[0, answer].tolist()
-    assert record["unmask_step"] == run.unmask_step[0, answer].tolist()
+    answer = run.prompt_length
+    expected = {
+        "tokens": run.tokens[0, answer:].tolist(), "unmask_step": run.unmask_step[0, answer:].tolist(),
+        "steps": run.steps_run, "text": run.text, "empty": False, "ended": True, "masks": 0,
+        "verdict": TASK.verdict(SAMPLES[0], run.text),
+    }  # fmt: skip
+    assert {name: record[name] for name in expected} == expected
     assert sorted(record["unmask_step"]) == list(range(record["steps"]))
-    assert record["steps"] == run.steps_run
-    assert (record["text"], record["empty"], record["ended"], record["masks"]) == (run.text, False, True, 0)
-    assert record["verdict"] is TASK.verdict(SAMPLES[0], run.text)
     assert record["malformed"] is TASK.malformed(SAMPLES[0], run.text) is False
     assert record["prompt_sha256"] == hashlib.sha256(SAMPLES[0].prompt.encode()).hexdigest()
     assert record["seconds"] > 0

@@ -69,8 +69,7 @@ def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_
     torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-5)
     assert torch.equal(sharded(ids), model(ids))
     assert not any(module.training for module in model.tree.hf.modules())
-    assert model.family == family
-    assert model.mask_token_id == (None if causal(family) else 60)
+    assert (model.family, model.mask_token_id) == (family, None if causal(family) else 60)
     assert model.eos_token_ids == (2,)
 
 

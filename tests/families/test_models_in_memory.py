@@ -30,8 +30,7 @@ def test_a_model_in_memory_computes_what_its_config_says(architecture, sees_back
     model = sinklens.load(hf, tokenizer=tokenizer)
     torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-5)
     assert model.family == (architecture if sees_back_only else f"a2d-{architecture}")
-    assert model.tree.hf is hf
-    assert model.tokenizer is tokenizer
+    assert (model.tree.hf, model.tokenizer) == (hf, tokenizer)
     assert model.mask_token_id == (None if sees_back_only else 60)  # the tokenizer's
 
 
@@ -110,8 +109,7 @@ def test_a_bridge_is_loaded_with_its_weights_and_keeps_working(architecture, tie
     assert torch.equal(bridge(ids), wanted)
     held = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
     assert {parameter.data_ptr() for parameter in model.tree.hf.parameters()} == held
-    assert model.tokenizer is bridge.tokenizer
-    assert model.family == architecture
+    assert (model.tokenizer, model.family) == (bridge.tokenizer, architecture)
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,14 @@ def test_columns_are_those_of_the_run(run):
     sinks = run.sinks.detect(TopK(k=1)).any(("layer", "head")).to_numpy()
     for place in range(len(data)):
         row, step, column = (int(data.column(name)[place]) for name in ("prompt", "step", "column"))
-        masked = bool(run.undecided[row, step, column])
-        assert data.column("state")[place] == ("masked" if masked else "committed")
-        assert data.column("token_id")[place] == run.canvas[row, step, column]
-        assert data.column("final_token")[place] == run.tokens[row, column]
-        assert data.column("decided_step")[place] == run.unmask_step[row, column]
-        assert data.column("steps_left")[place] == run.unmask_step[row, column] - step
-        assert data.column("from_answer")[place] == column - run.prompt_length >= 0
-        assert data.column("is_sink")[place] == sinks[row, step, column]
+        masked, decided = bool(run.undecided[row, step, column]), int(run.unmask_step[row, column])
+        expected = {
+            "state": "masked" if masked else "committed", "token_id": run.canvas[row, step, column],
+            "final_token": run.tokens[row, column], "decided_step": decided, "steps_left": decided - step,
+            "from_answer": column - run.prompt_length, "is_sink": sinks[row, step, column],
+        }  # fmt: skip
+        assert {name: data.column(name)[place] for name in expected} == expected
+        assert column >= run.prompt_length
         share = run.undecided[row, step].sum() / run.undecided[row, 0].sum()
         assert data.column("noise")[place] == pytest.approx(float(share))
         canvas = data.canvases[data.column("canvas")[place]]

@@ -60,11 +60,10 @@ def found(worded):
 def test_the_examples_of_a_planted_feature_are_its_token(found):
     _, run, sae, token, (hit, never, always) = found
     for example in hit.examples:
-        assert example.value == 3.0
-        assert run.canvas[example.row, example.step, example.column] == token
-        assert example.tokens[example.place] == token
-        assert example.values[example.place] == 3.0
-        assert example.tokens == run.canvas[example.row, example.step][run.real[example.row]].tolist()
+        canvas = run.canvas[example.row, example.step]
+        assert (example.value, example.values[example.place]) == (3.0, 3.0)
+        assert canvas[example.column] == example.tokens[example.place] == token
+        assert example.tokens == canvas[run.real[example.row]].tolist()
     assert {(one.run, one.row, one.column) for one in hit.examples} >= {(0, 1, 2), (1, 1, 2)}  # w8 w9 w10 …
     assert never.examples == []
     assert str(never.mean_value) == "nan"

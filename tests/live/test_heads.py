@@ -34,10 +34,12 @@ def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
     for entry in found[:3]:
         ablation = AblateHeads(layers=[3], heads=[entry["head"]], by="mean")
         expected = effect(tiny_llada, PROMPT, ablation, **SHORT)
-        assert entry["kl"] == pytest.approx(float(np.nanmean(expected.under_replay.kl)), rel=1e-3, abs=1e-7)
-        assert entry["text"] == expected.free.text
-        assert entry["same"] == (expected.free.text == expected.base.text)
-        assert entry["changed"] == pytest.approx(expected.free_running.changed_share.item())
+        assert {name: entry[name] for name in ("kl", "text", "same", "changed")} == {
+            "kl": pytest.approx(float(np.nanmean(expected.under_replay.kl)), rel=1e-3, abs=1e-7),
+            "text": expected.free.text,
+            "same": expected.free.text == expected.base.text,
+            "changed": pytest.approx(expected.free_running.changed_share.item()),
+        }
     assert len({entry["same"] for entry in found[:3]}) == 2  # otherwise the last assertion would say little
 
 

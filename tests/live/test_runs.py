@@ -58,10 +58,9 @@ def test_steps_arrive_before_the_run_is_over(client, gate, base):
     run = client.submit(prompt=PROMPT, settings=SHORT)
     third = client.wait(lambda event: event.kind == "step" and event.data["run"] == run and event.data["step"] == 2)
     found = client.get(f"/api/runs/{run}")
-    assert found["summary"]["status"] == "running"
-    assert found["canvas"] == base.canvas[0, :4].tolist()
-    assert third.data["canvas"] == base.canvas[0, 3].tolist()
-    assert third.data["undecided"] == base.undecided[0, 3].nonzero()[:, 0].tolist()
+    assert (found["summary"]["status"], found["canvas"]) == ("running", base.canvas[0, :4].tolist())
+    now = {"canvas": base.canvas[0, 3].tolist(), "undecided": base.undecided[0, 3].nonzero()[:, 0].tolist()}
+    assert {name: third.data[name] for name in now} == now
     scores = base.sinks.scores()[0, 2]
     for layer, heads in enumerate(third.data["sinks"]):
         for head, keys in enumerate(heads):
@@ -80,11 +79,12 @@ def test_a_run_has_all_that_the_page_shows_and_a_chip_that_is_off_changes_nothin
     chip = {"kind": "mask_sinks", "top_k": 10, "on": False}
     found = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])
     assert (found["summary"]["chips"], len(found["chips"])) == (0, 1)
-    assert found["canvas"] == base.canvas[0].tolist()
-    assert found["unmask_step"] == base.unmask_step[0].tolist()
-    assert found["text"] == base.text
+    expected = {
+        "canvas": base.canvas[0].tolist(), "unmask_step": base.unmask_step[0].tolist(), "text": base.text,
+        "tokens": {str(token): text for token, text in base.sinks.vocabulary.items()},
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
     np.testing.assert_allclose(unpacked(found["scores"]), base.sinks.scores()[0], rtol=1e-3)
-    assert found["tokens"] == {str(token): text for token, text in base.sinks.vocabulary.items()}
     assert found["record"]["versions"] == base.sinks.data.attrs["versions"]
 
 

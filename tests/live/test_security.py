@@ -129,12 +129,11 @@ def test_a_request_is_refused(entered, lab, name):
 def test_the_page_has_a_strict_policy_and_nothing_is_cached(entered):
     headers = entered.get("/").headers
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == "'none'"
-    assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
-    assert (policy["base-uri"], policy["form-action"]) == ("'none'", "'none'")
-    assert headers["cache-control"] == "no-store"
-    assert headers["referrer-policy"] == "no-referrer"
-    assert headers["x-content-type-options"] == "nosniff"
+    strict = dict.fromkeys(("script-src", "style-src", "connect-src"), "'self'")
+    strict |= dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
+    assert policy.items() >= strict.items()
+    expected = {"cache-control": "no-store", "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
+    assert headers.items() >= expected.items()
     assert "server" not in headers
     assert entered.get("/api/session").headers["content-security-policy"] == headers["content-security-policy"]
 

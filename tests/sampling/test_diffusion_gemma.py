@@ -44,10 +44,12 @@ def prompt() -> Tensor:
 
 def test_settings_come_from_the_generation_config(gemma):
     settings = sinklens.families.settings_for(gemma, {})
-    assert (settings.canvas_length, settings.gen_length, settings.max_denoising_steps) == (8, 256, 48)
-    assert (settings.entropy_bound, settings.t_min, settings.t_max, settings.pad_token_id) == (0.1, 0.4, 0.8, 0)
-    assert gemma.eos_token_ids == (1, 106, 50)
-    assert gemma.mask_token_id is None
+    expected = {
+        "canvas_length": 8, "gen_length": 256, "max_denoising_steps": 48, "entropy_bound": 0.1, "t_min": 0.4,
+        "t_max": 0.8, "pad_token_id": 0,
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in expected} == expected
+    assert (gemma.eos_token_ids, gemma.mask_token_id) == ((1, 106, 50), None)
 
 
 @pytest.fixture(scope="module")

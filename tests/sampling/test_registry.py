@@ -42,8 +42,7 @@ def test_a_registered_sampler_runs_with_its_settings_and_records_sinks(tiny_llad
     run = sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", gen_length=4)
     assert run.settings == RightToLeft(4)
     assert run.unmask_step[0, run.prompt_length :].tolist() == [3, 2, 1, 0]
-    assert run.sinks.data.attrs["sampler"] == "from-the-right"
-    assert run.sinks.data.sizes["step"] == 4
+    assert (run.sinks.data.attrs["sampler"], run.sinks.data.sizes["step"]) == ("from-the-right", 4)
 
 
 def test_a_point_that_the_sampler_does_not_pass_is_refused_by_name(tiny_llada, right_to_left):

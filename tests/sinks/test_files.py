@@ -322,8 +322,8 @@ def runs(request):
 def test_concatenated_rows_equal_their_original_tracks(runs):
     together = SinkTrack.concat(runs)
     assert together.data.sizes["batch"] == 4
-    assert together.steps == max(track.steps for track in runs)
-    assert together.prompt_length == max(track.prompt_length for track in runs)
+    for size in ("steps", "prompt_length"):
+        assert getattr(together, size) == max(getattr(track, size) for track in runs)
     for row, alone in enumerate(runs):
         assert_row(together, row, alone)
         assert alone.vocabulary.items() <= together.vocabulary.items()
@@ -395,10 +395,8 @@ def test_tracks_that_do_not_belong_together_are_rejected(tracks, text):
 def test_concatenated_parts_keep_their_step_numbers():
     parts = [made(False, seed=seed).track.isel(step=[1, 2], head=2) for seed in (0, 1)]
     together = SinkTrack.concat(parts)
-    assert together.data["step"].to_numpy().tolist() == [1, 2]
-    assert together.data["head"].to_numpy().tolist() == [2]
-    assert together.data["pos"].to_numpy().tolist() == list(range(LENGTH))
-    assert together.data["batch"].to_numpy().tolist() == [0, 1, 2, 3]
+    expected = {"step": [1, 2], "head": [2], "pos": list(range(LENGTH)), "batch": [0, 1, 2, 3]}
+    assert {axis: together.data[axis].to_numpy().tolist() for axis in expected} == expected
     again = together.isel(batch=[2, 3]).data["score"].assign_coords(batch=[0, 1])
     xr.testing.assert_equal(again, parts[1].data["score"])
 

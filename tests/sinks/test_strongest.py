@@ -20,11 +20,14 @@ def found_in(track, **given):
 
 def test_on_a_planted_map_sinks_are_distinguished_from_other_strongest_keys():
     track = planted([[1, 1, 9, 1], [1, 1, 1.5, 1], [2, 0.5, 2, 0.5], [0, 0, 0, 0]])
-    assert found_in(track) == [[2], [2], [0], []]
-    assert found_in(track, k=2) == [[0, 2], [0, 2], [0, 2], []]
-    assert found_in(track, part="sink") == [[2], [], [], []]
-    assert found_in(track, part="other", k=2) == [[0], [0, 2], [0, 2], []]
-    assert found_in(track, k=9) == [[0, 1, 2, 3]] * 3 + [[]]
+    for given, expected in (
+        ({}, [[2], [2], [0], []]),
+        ({"k": 2}, [[0, 2], [0, 2], [0, 2], []]),
+        ({"part": "sink"}, [[2], [], [], []]),
+        ({"part": "other", "k": 2}, [[0], [0, 2], [0, 2], []]),
+        ({"k": 9}, [[0, 1, 2, 3]] * 3 + [[]]),
+    ):
+        assert found_in(track, **given) == expected, given
 
 
 @pytest.mark.parametrize("causal", [False, True])

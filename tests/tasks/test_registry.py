@@ -12,9 +12,7 @@ from sinklens.tasks.gsm8k import Gsm8k
 def test_every_name_finds_its_task(name):
     task = find_task(name)
     assert isinstance(task, Task)
-    assert task.name == name
-    assert task == find_task(name)
-    assert hash(task) == hash(find_task(name))
+    assert (task.name, task, hash(task)) == (name, find_task(name), hash(find_task(name)))
 
 
 GENERATED = [name for name in NAMES if name.startswith("tiny-")]

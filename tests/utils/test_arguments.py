@@ -74,20 +74,22 @@ def window(model: Any, *names: str, width: Count, seed: Seed = 0, **settings: An
 
 def test_a_dataclass_declares_its_fields_and_those_of_its_bases():
     found = arguments(Window)
-    assert list(found) == ["width", "share", "by", "mode"]
-    assert [one.default for one in found.values()] == [8, None, "score", None]
-    assert [one.type for one in found.values()][:2] == [int, float]
-    assert found["by"].choices == ("score", "mass")
+    assert {name: one.default for name, one in found.items()} == {
+        "width": 8,
+        "share": None,
+        "by": "score",
+        "mode": None,
+    }
+    assert (found["width"].type, found["share"].type, found["by"].choices) == (int, float, ("score", "mass"))
     assert found["width"].meaning == "number of positions."
     assert found["by"].meaning == found["mode"].meaning == 'what ranks them: the "score".'
 
 
 def test_a_function_declares_its_named_arguments():
     found = arguments(window)
-    assert list(found) == ["model", "width", "seed"]
+    said = {name: one.meaning for name, one in found.items()}
+    assert said == {"model": "the model.", "width": "number of positions.", "seed": ""}
     assert found["width"].default is REQUIRED
-    assert found["model"].meaning == "the model."
-    assert found["seed"].meaning == ""
     assert meanings(None) == meanings("One line: no more.") == {}
 
 

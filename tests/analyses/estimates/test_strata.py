@@ -63,8 +63,7 @@ def test_a_matched_estimate_within_groups_is_that_of_loops_over_groups_and_strat
                 part[prompt, 40 * group[prompt] : 40 * group[prompt] + 40] = one[prompt]
         found = compare(parts, 0, difference, group)
         assert float(found.found.value) == pytest.approx(naive(wide, difference))
-        assert found.groups == 3
-        assert found.found.n == 15
+        assert (found.groups, found.found.n) == (3, 15)
 
 
 def coverage(groups, each, between, studies, grouped=True):
