@@ -74,12 +74,8 @@ def window(model: Any, *names: str, width: Count, seed: Seed = 0, **settings: An
 
 def test_a_dataclass_declares_its_fields_and_those_of_its_bases():
     found = arguments(Window)
-    assert {name: one.default for name, one in found.items()} == {
-        "width": 8,
-        "share": None,
-        "by": "score",
-        "mode": None,
-    }
+    defaults = [(name, one.default) for name, one in found.items()]
+    assert defaults == [("width", 8), ("share", None), ("by", "score"), ("mode", None)]
     assert (found["width"].type, found["share"].type, found["by"].choices) == (int, float, ("score", "mass"))
     assert found["width"].meaning == "number of positions."
     assert found["by"].meaning == found["mode"].meaning == 'what ranks them: the "score".'
@@ -87,8 +83,8 @@ def test_a_dataclass_declares_its_fields_and_those_of_its_bases():
 
 def test_a_function_declares_its_named_arguments():
     found = arguments(window)
-    said = {name: one.meaning for name, one in found.items()}
-    assert said == {"model": "the model.", "width": "number of positions.", "seed": ""}
+    said = [(name, one.meaning) for name, one in found.items()]
+    assert said == [("model", "the model."), ("width", "number of positions."), ("seed", "")]
     assert found["width"].default is REQUIRED
     assert meanings(None) == meanings("One line: no more.") == {}
 
