@@ -186,6 +186,24 @@ def browser() -> "Iterator[Browser]":
     window.close()
 
 
+@pytest.fixture
+def architecture() -> str:
+    """That of the fixture `model`, where the parameters of a test name no other."""
+    return "llama"
+
+
+@pytest.fixture
+def causal() -> bool:
+    """The direction of the fixture `model`, where the parameters of a test name no other."""
+    return False
+
+
+@pytest.fixture
+def model(worded: "Callable[..., Model]", architecture: str, causal: bool) -> "Model":
+    """A random model that reads words; in the folders of hooks and of models, one that reads ids."""
+    return worded(architecture, causal)
+
+
 @pytest.fixture(scope="session")
 def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     """Random models that read words, so that prompts of different length can be given: ``worded("qwen3", True)``.

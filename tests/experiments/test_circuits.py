@@ -111,8 +111,7 @@ def test_scores_over_steps_and_positions_sum_to_those_of_one_pass(tiny_llada):
     assert by_position.sizes["pos"] == run.canvas.shape[2]
 
 
-def test_a_run_keeps_the_circuit_at_the_steps_of_its_source(worded):
-    model = worded()
+def test_a_run_keeps_the_circuit_at_the_steps_of_its_source(model):
     base = sinklens.generate(model, "w8 w9 w10", gen_length=6, steps=3, record_sinks=False)
     kept = Activations(names=POINTS)
     corrupted(base, {"w9": "w5"}, hooks=kept, record_sinks=False)

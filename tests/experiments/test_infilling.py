@@ -11,8 +11,7 @@ PARTS = ["w7 w12", 2, "w33 w5", 3, "w8"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
-def test_only_holes_are_decided(worded, architecture):
-    model = worded(architecture)
+def test_only_holes_are_decided(model):
     run = sinklens.generate(model, **holes(model, PARTS), progress=False)
     words = [model.encode(f"w{number}", prepend_bos=False).ids[0].tolist()[0] for number in (7, 12, 33, 5, 8)]
     start = run.prompt_length
@@ -26,8 +25,7 @@ def test_only_holes_are_decided(worded, architecture):
     assert (run.unmask_step[0, decided] >= 0).all()
 
 
-def test_the_pass_of_the_first_step_sees_all_given_parts(worded):
-    model = worded()
+def test_the_pass_of_the_first_step_sees_all_given_parts(model):
     seen = {}
     arguments = holes(model, PARTS)
     hooks = [*arguments.pop("hooks"), ("blocks.0.hook_resid_pre", lambda value, hook: seen.setdefault(0, value))]
@@ -39,8 +37,7 @@ def test_the_pass_of_the_first_step_sees_all_given_parts(worded):
     torch.testing.assert_close(seen[0], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_texts_without_holes_or_with_masks_are_refused(worded):
-    model = worded()
+def test_texts_without_holes_or_with_masks_are_refused(model):
     begins = "has text or token ids and at least one hole"
     for parts, match in [
         ([], begins), (["w1"], begins), ([2, 3], begins), ([[5, 6], [7]], begins),
@@ -70,8 +67,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize("texts", BATCHES.values(), ids=BATCHES)
-def test_rows_of_a_batch_are_those_of_texts_alone(worded, architecture, texts):
-    model = worded(architecture)
+def test_rows_of_a_batch_are_those_of_texts_alone(model, texts):
     run = sinklens.generate(model, **holes(model, texts), progress=False, record_sinks=False)
     for row, parts in enumerate(texts):
         tokens, canvas = alone(model, parts)
@@ -83,9 +79,8 @@ def test_rows_of_a_batch_are_those_of_texts_alone(worded, architecture, texts):
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize("start", [True, False])
-def test_a_text_may_begin_with_a_hole(worded, architecture, start, monkeypatch):
+def test_a_text_may_begin_with_a_hole(model, start, monkeypatch):
     """The start token is the prompt, if there is one, else no token is."""
-    model = worded(architecture)
     monkeypatch.setattr(type(model.tokenizer), "bos_token_id", 4 if start else None, raising=False)
     first = [4] if start else []
     tokens, _ = alone(model, [2, [7, 9], 1, [8]])

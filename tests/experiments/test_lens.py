@@ -185,8 +185,7 @@ def test_streams_of_a_cached_token_are_those_of_the_step_that_computed_it(models
     assert not (abs(data - plain).sel(step=0) > 1e-3).any()
 
 
-def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(worded):
-    model = worded()
+def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(model):
     run = generated(model)
     data, start = logit_lens(model, run, row=1, steps=[0, 3]), 2
     assert data.column.values.tolist() == list(range(start, run.canvas.shape[2]))

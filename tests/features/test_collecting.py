@@ -54,8 +54,7 @@ def check_same(store, other):
 @pytest.mark.parametrize(
     ("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "committed"], [2])]
 )
-def test_every_place_in_scope_is_stored_once_with_its_activation(worded, tmp_path, architecture, scope, steps):
-    model = worded(architecture)
+def test_every_place_in_scope_is_stored_once_with_its_activation(model, tmp_path, scope, steps):
     store = collect(
         model, PROMPTS, POINT, tmp_path / "a.zarr", scope=scope, only_steps=steps, batch_size=2, gen_length=8
     )

@@ -19,8 +19,7 @@ def run(worded):
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
-def test_activations_are_those_of_a_pass_over_each_row_alone(worded, architecture, causal):
-    model = worded(architecture, causal)
+def test_activations_are_those_of_a_pass_over_each_row_alone(model, causal):
     run = sinklens.generate(model, PADDED, **short(model, {}))
     data = probe_data(run, POINTS, steps=[0, 2])
     places = list(zip(*(data.column(name).tolist() for name in ("prompt", "step", "column")), strict=True))
@@ -61,8 +60,7 @@ def test_columns_are_those_of_the_run(run):
 
 
 @pytest.mark.parametrize("points", [POINTS, POINTS[0]], ids=["several", "one"])
-def test_a_store_gives_the_same_activations(worded, tmp_path, points):
-    model = worded()
+def test_a_store_gives_the_same_activations(model, tmp_path, points):
     stored = ProbeData.of_store(collect(model, PADDED, points, tmp_path / "a.zarr", scope="masked", gen_length=4))
     read = probe_data(sinklens.generate(model, PADDED, gen_length=4, progress=False), points, scope="masked")
     key = [np.lexsort([data.column(name) for name in ("pos", "step", "prompt")]) for data in (stored, read)]

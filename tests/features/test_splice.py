@@ -63,8 +63,7 @@ def check(watched, splice, step, chosen=None, tolerance=2e-4):
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("point", [POINT, "blocks.0.attn.hook_z"])
-def test_a_perfect_autoencoder_changes_nothing(worded, architecture, causal, point):
-    model = worded(architecture, causal)
+def test_a_perfect_autoencoder_changes_nothing(model, point):
     base, spliced = (
         watch(model, PADDED, hooks, ["hook_logits"], record_sinks=True) for hooks in ([], [SpliceSAE(Perfect(), point)])
     )

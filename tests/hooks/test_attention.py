@@ -64,8 +64,7 @@ def test_a_model_without_points_computes_the_attention_of_transformers():
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_attn_mask"], ["hook_rot_q", "hook_rot_k", "hook_z"]])
 @pytest.mark.usefixtures("no_explicit_map")
-def test_watching_anything_except_the_map_does_not_change_the_logits_in_any_bit(architecture, causal, real, points):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_watching_anything_except_the_map_does_not_change_the_logits_in_any_bit(model, ids, real, points):
     assert torch.equal(watch(model, ids, *points, real=real)[0], model(ids, attention_mask=real))
 
 
@@ -140,8 +139,7 @@ MASKS = [hide_key_2, hide_key_2_in_head_1, favour_by_row]
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("edit", MASKS)
-def test_an_edited_mask_has_the_same_effect_in_fused_and_explicit_attention(architecture, causal, real, edit):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_an_edited_mask_has_the_same_effect_in_fused_and_explicit_attention(model, ids, real, edit):
     fused, fused_sinks = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})
     only = watch(model, ids, real=real, edits={"hook_attn_mask": edit})[0]
     explicit, pattern, sinks = watch(
@@ -161,8 +159,7 @@ def test_an_edited_mask_has_the_same_effect_in_fused_and_explicit_attention(arch
 @pytest.mark.parametrize("edit", MASKS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("no_explicit_map")
-def test_editing_the_mask_does_not_make_the_map_explicit(causal, edit, real):
-    model, ids = shared_model("llama", causal), random_ids()
+def test_editing_the_mask_does_not_make_the_map_explicit(model, ids, edit, real):
     edited = watch(model, ids, "hook_sink_scores", real=real, edits={"hook_attn_mask": edit})[0]
     assert not torch.equal(edited, model(ids, attention_mask=real))
 
@@ -210,8 +207,7 @@ def blind_query_4(mask):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_sink_scores", "hook_pattern"]])
-def test_a_fully_masked_query_has_zero_output_and_adds_nothing_to_the_sums(causal, points):
-    model, ids = shared_model("llama", causal), random_ids()
+def test_a_fully_masked_query_has_zero_output_and_adds_nothing_to_the_sums(model, ids, points):
     z, sinks = watch(model, ids, "hook_z", *points, edits={"hook_attn_mask": blind_query_4})[1:3]
     assert (z[:, 4] == 0).all()
     torch.testing.assert_close(sinks.sum(-1), torch.full((2, 6), 6.0))
@@ -248,17 +244,15 @@ def test_gradients_with_a_fully_masked_query_are_those_of_fused_attention(causal
     ],
     ids=["new", "copy", "in place", "view in place"],
 )
-def test_writing_to_sink_scores_is_refused(points, write):
+def test_writing_to_sink_scores_is_refused(model, ids, points, write):
     message = rf"{AT}\.hook_sink_scores only reports .* edit hook_attn_mask .* or hook_pattern of the same layer"
-    model, ids = shared_model(), random_ids()
     before = model(ids)
     with pytest.raises(ReadOnlyHookError, match=message):
         watch(model, ids, *points, edits={"hook_sink_scores": write})
     assert torch.equal(model(ids), before)
 
 
-def test_sink_scores_can_be_watched_in_inference_mode():
-    model, ids = shared_model(), random_ids()
+def test_sink_scores_can_be_watched_in_inference_mode(model, ids):
     expected = watch(model, ids, "hook_sink_scores")[1]
     with torch.inference_mode():
         assert torch.equal(watch(model, ids, "hook_sink_scores")[1], expected)

@@ -117,8 +117,7 @@ def test_experts_and_weights_that_do_not_exist_are_refused(call, text):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_watching_the_routing_changes_nothing(architecture):
-    model, ids = shared_model(architecture), random_ids()
+def test_watching_the_routing_changes_nothing(model, ids):
     routing = [f"{MLP}.{point}" for point in EDITS if point != "hook_expert_out"]
     watched, _ = model.run_with_cache(ids, names_filter=routing)
     assert torch.equal(watched, model(ids))
@@ -146,8 +145,7 @@ def test_the_experts_run_once_while_their_outputs_are_unwatched(monkeypatch):
         ("llama", "blocks.1.attn.hook_q_normed", "has no hook_q_normed in this model"),
     ],
 )  # fmt: skip
-def test_a_point_of_a_part_that_a_layer_lacks_is_refused_with_the_reason(architecture, name, text):
-    model = shared_model(architecture)
+def test_a_point_of_a_part_that_a_layer_lacks_is_refused_with_the_reason(model, name, text):
     with pytest.raises(HookNameError, match=text):
         model.run_with_cache(random_ids(), names_filter=name)
     assert name not in model.hook_names()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from building import random_ids, shared_model
 
 from sinklens.errors import HookNameError
 from sinklens.hooks import names
@@ -58,8 +57,7 @@ def test_a_name_of_no_point_raises_an_error_with_the_range_the_nearest_names_or_
         resolve(wrong)
 
 
-def test_the_input_of_the_head_is_the_normalized_stream_times_its_weight():
-    model, ids = shared_model(), random_ids()
+def test_the_input_of_the_head_is_the_normalized_stream_times_its_weight(model, ids):
     _, cache = model.run_with_cache(ids)
     with model.trace(ids):
         entered = model.lm_head.input.save()

@@ -14,8 +14,7 @@ NAMES = ["hook_embed", "blocks.1.attn.hook_sink_scores", "blocks.2.attn.hook_z",
 
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_a_peek_returns_the_values_of_a_separate_pass(architecture, causal, real):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_a_peek_returns_the_values_of_a_separate_pass(model, ids, real):
     peeked = model.tree.peek(ids, real, PEEKED)
     plain = plain_pass(model, ids, real).values
     counted = slice(None) if real is None else real
@@ -48,8 +47,7 @@ def test_a_peek_inside_a_hook_calls_no_hooks_and_applies_no_edits():
     assert torch.equal(model.run_with_hooks(ids, fwd_hooks=without), logits)
 
 
-def test_a_failed_peek_leaves_the_model_unchanged(monkeypatch):
-    model, ids = shared_model(), random_ids()
+def test_a_failed_peek_leaves_the_model_unchanged(model, ids, monkeypatch):
     before = model(ids)
 
     def fail(*args, **kwargs):
@@ -85,10 +83,7 @@ READ = [lambda value, hook: None, lambda value, hook: value]
 @pytest.mark.parametrize("read", READ, ids=["returns None", "returns the mask"])
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_reading_a_mask_does_not_change_attention_or_logits_in_any_bit(
-    monkeypatch, architecture, causal, real, read, inference
-):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_reading_a_mask_does_not_change_attention_or_logits_in_any_bit(model, ids, monkeypatch, real, read, inference):
     original, called = module.sdpa_attention_forward, []
 
     def count(attn, *args, **kwargs):
@@ -113,8 +108,7 @@ def test_reading_a_mask_does_not_change_attention_or_logits_in_any_bit(
     ],
     ids=["new", "a view in place", "in place"],
 )
-def test_every_kind_of_write_to_a_mask_takes_effect(write, inference):
-    model, ids = shared_model(), random_ids()
+def test_every_kind_of_write_to_a_mask_takes_effect(model, ids, write, inference):
     expected = plain_pass(
         model, ids, edits={"blocks.1.attn.hook_attn_mask": lambda mask: mask - 1.0 * (torch.arange(7) == 2)}
     ).logits

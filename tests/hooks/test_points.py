@@ -60,14 +60,13 @@ def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
     assert at(point, value) == (3 + 1) * 2 + 1
 
 
-def test_unwatched_points_of_a_model_are_not_called(monkeypatch):
+def test_unwatched_points_of_a_model_are_not_called(model, ids, monkeypatch):
     call, called = nn.Module.__call__, []
 
     def count(self, *args, **kwargs):
         called.extend([self.name] if isinstance(self, Point) else [])
         return call(self, *args, **kwargs)
 
-    model, ids = shared_model(), random_ids()
     monkeypatch.setattr(nn.Module, "__call__", count)
     model(ids)
     assert called == []
@@ -75,8 +74,7 @@ def test_unwatched_points_of_a_model_are_not_called(monkeypatch):
     assert called == [NAME]
 
 
-def test_while_a_trace_block_waits_for_a_point_only_that_point_is_watched():
-    model, ids = shared_model(), random_ids()
+def test_while_a_trace_block_waits_for_a_point_only_that_point_is_watched(model, ids):
     watched = []
 
     def look(value, hook):

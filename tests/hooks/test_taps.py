@@ -32,8 +32,7 @@ def hooked(model, ids, edits, **kwargs):
 @pytest.mark.fast_cases(30)
 @pytest.mark.parametrize("name", EDITABLE)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_an_edit_has_the_same_effect_as_in_plain_torch(architecture, causal, name):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_an_edit_has_the_same_effect_as_in_plain_torch(model, ids, name):
     expected = plain_pass(model, ids, edits={name: shift}).logits
     assert (expected - plain_pass(model, ids).logits).abs().max() > 1e-3
     close(hooked(model, ids, {name: shift}), expected)
@@ -51,8 +50,7 @@ def test_edits_at_all_points_at_once_combine(architecture, causal):
 
 @pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", EDITABLE)
-def test_an_edit_in_a_trace_block_has_the_same_effect(name):
-    model, ids = shared_model(), random_ids()
+def test_an_edit_in_a_trace_block_has_the_same_effect(model, ids, name):
     with torch.no_grad():
         expected = hooked(model, ids, {name: shift})
         with model.trace(ids):

@@ -73,8 +73,7 @@ def test_circuits_pair_each_query_head_with_its_group(architecture, causal):
 
 
 @pytest.mark.parametrize("mode", ["Q", "K", "V"])
-def test_composition_scores_are_the_ratio_of_norms(mode):
-    model = shared_model()
+def test_composition_scores_are_the_ratio_of_norms(model, mode):
     scores = model.all_composition_scores(mode)
     assert scores.head_labels[7] == model.all_head_labels[7] == "L1H1"
     ov, qk = model.OV.AB, model.QK.AB
@@ -137,8 +136,7 @@ def test_heads_neurons_embedding_and_biases_add_up_to_the_stream(make, layer, ex
     close(projected, stack @ direction)
 
 
-def test_neuron_results_are_activations_times_output_weights():
-    model, ids = shared_model(), random_ids()
+def test_neuron_results_are_activations_times_output_weights(model, ids):
     cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
     down = model.tree.hf.model.layers[1].mlp.down_proj.weight
     expected = plain["blocks.1.mlp.hook_post"][..., None] * down.T
@@ -163,8 +161,7 @@ def test_a_row_of_a_cache_gives_the_results_of_that_row():
         )
 
 
-def test_a_stack_for_the_final_norm_comes_with_a_warning_that_its_weight_is_not_folded():
-    model, ids = shared_model(), random_ids()
+def test_a_stack_for_the_final_norm_comes_with_a_warning_that_its_weight_is_not_folded(model, ids):
     cache = model.run_with_cache(ids)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -188,8 +185,7 @@ def test_the_lens_calls_no_hook_of_the_final_norm():
 # Directions of tokens
 
 
-def test_directions_of_tokens_give_logits_of_the_normalized_stream():
-    model, ids = shared_model(), random_ids()
+def test_directions_of_tokens_give_logits_of_the_normalized_stream(model, ids):
     plain = plain_pass(model, ids)
     normalized = plain.values["ln_final.hook_normalized"]
     close(normalized @ model.tokens_to_residual_directions(5), plain.logits[..., 5])

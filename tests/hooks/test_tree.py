@@ -58,8 +58,7 @@ def test_every_point_is_reached_once_in_the_order_of_hook_names(architecture, ca
 @pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
-def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(architecture, causal, real):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(model, ids, architecture, real):
     logits, cache = model.run_with_cache(ids, attention_mask=real)
     plain = plain_pass(model, ids, real)
     axes = {name: spec.axes for name, spec in table(names.EVERY)}
@@ -98,8 +97,7 @@ def test_names_shapes_and_values_are_those_of_transformerlens_in_every_spelling(
 
 
 @pytest.mark.parametrize("pos_slice", [-1, (2, 5), [0, 3, 6]])
-def test_a_cache_can_be_cut_to_some_positions(pos_slice):
-    model, ids = shared_model(), random_ids()
+def test_a_cache_can_be_cut_to_some_positions(model, ids, pos_slice):
     full, cut = model.run_with_cache(ids)[1], model.run_with_cache(ids, pos_slice=pos_slice)[1]
     index = slice(*pos_slice) if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)  # keeps the axis
     for name in in_a_pass(model):
@@ -113,9 +111,8 @@ def test_a_cache_can_be_cut_to_some_positions(pos_slice):
 
 
 @pytest.mark.parametrize("kept", [["hook_z", "hook_resid_post"], ["hook_z", "hook_result", "hook_resid_post"]])
-def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
+def test_head_results_and_the_remainder_add_up_to_the_stream(model, ids, kept):
     """From the cached results, or from hook_z and W_O if results were not cached."""
-    model, ids = shared_model(), random_ids()
     cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(tuple(kept)))[1]
     stack, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
     assert labels == [*(f"L{layer}H{head}" for layer in range(3) for head in range(6)), "remainder"]
@@ -127,8 +124,7 @@ def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
     close(stack.sum(0), plain["blocks.2.hook_resid_post"])
 
 
-def test_the_sizes_are_those_of_the_weights():
-    model = shared_model()
+def test_the_sizes_are_those_of_the_weights(model):
     cfg, layer = model.cfg, model.tree.hf.model.layers[0]
     d_vocab, d_model = model.tree.hf.lm_head.weight.shape
     expected = {
@@ -150,8 +146,7 @@ def fail(value, hook):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_logits_are_unchanged_after_any_kind_of_run(causal):
-    model, ids = shared_model("llama", causal), random_ids()
+def test_the_logits_are_unchanged_after_any_kind_of_run(model, ids):
     before = model(ids)
     model.run_with_cache(ids)
     model.run_with_hooks(ids, fwd_hooks=[(everything, lambda value, hook: None)])
@@ -170,8 +165,7 @@ def test_the_logits_are_unchanged_after_any_kind_of_run(causal):
     "spelling",
     ["blocks.2.attn.hook_z", "blocks.2.attn.o.hook_in", "blocks.-1.attn.hook_z", lambda name: "2.attn.hook_z" in name],
 )
-def test_hooks_are_set_in_any_spelling(spelling):
-    model, ids = shared_model(), random_ids()
+def test_hooks_are_set_in_any_spelling(model, ids, spelling):
     expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": lambda z: z / 2}).logits
     close(model.run_with_hooks(ids, fwd_hooks=[(spelling, halve)]), expected)
     model.tree.add_hook(spelling, halve)
@@ -180,8 +174,7 @@ def test_hooks_are_set_in_any_spelling(spelling):
     close(added, expected)
 
 
-def test_a_permanent_hook_stays_until_permanent_hooks_are_removed():
-    model, ids = shared_model(), random_ids()
+def test_a_permanent_hook_stays_until_permanent_hooks_are_removed(model, ids):
     plain, halved = model(ids), model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_z", halve)])
     model.tree.add_perma_hook("blocks.-2.attn.hook_z", halve)
     model.tree.reset_hooks()
@@ -212,8 +205,7 @@ def gradients(hf, logits) -> dict[str, torch.Tensor]:
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("watched", [None, "hook_sink_scores", ""], ids=["nothing", "sink scores", "everything"])
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
-def test_gradients_of_a_hooked_pass_are_those_of_plain_torch(architecture, causal, watched):
-    model, ids = shared_model(architecture, causal), random_ids()
+def test_gradients_of_a_hooked_pass_are_those_of_plain_torch(model, ids, watched):
     expected = gradients(model.tree.hf, plain_pass(model, ids).logits)
     hooks = [] if watched is None else [(lambda name: name.endswith(watched), lambda value, hook: None)]
     found = gradients(model.tree.hf, model.run_with_hooks(ids, fwd_hooks=hooks))
@@ -235,8 +227,7 @@ def test_a_backward_hook_sees_the_gradient_of_its_point(name):
     torch.testing.assert_close(seen["found"], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_a_backward_hook_that_zeroes_the_gradient_cuts_off_earlier_parameters():
-    model, ids = shared_model(), random_ids()
+def test_a_backward_hook_that_zeroes_the_gradient_cuts_off_earlier_parameters(model, ids):
     with model.hooks(bwd_hooks=[("blocks.2.attn.hook_z", lambda gradient, hook: torch.zeros_like(gradient))]):
         found = gradients(model.tree.hf, model(ids))
     model.tree.hf.zero_grad()

@@ -49,8 +49,7 @@ def test_a_forced_token_is_read_even_if_another_was_cached(worded, settings):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_remasked_positions_are_decided_again_or_reported_as_masked(worded, architecture):
-    model = worded(architecture)
+def test_remasked_positions_are_decided_again_or_reported_as_masked(model, architecture):
     base = watch(model, PADDED, [], []).run
     decided = [position for position in range(-8, 0) if (base.canvas[:, 2, position] != MASK).any()]
     assert decided
@@ -83,9 +82,8 @@ def emptied(place):
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(worded, architecture, value):
+def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(model, value):
     """Against ids that contain the token, under a hand-made mask and values."""
-    model = worded(architecture)
     points = ["hook_logits", "hook_pattern", "hook_v"]
     watched = watch(model, PADDED, [SinkToken(value=value, token=9)], points)
     run = watched.run

@@ -43,8 +43,7 @@ def computed(watched):
 
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(worded, architecture, causal, settings):
-    model = worded(architecture, causal)
+def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(model, causal, settings):
     few = {"gen_length": 4} | settings
     found = donors(model, PADDED, [Z], **few)
     watched = watch(model, PADDED, [], ["1.attn.hook_z"], **few)
@@ -61,8 +60,7 @@ def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(worded,
         assert (found.values[Z][same] == value).flatten(1).all(dim=1).any()
 
 
-def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(worded):
-    model = worded()
+def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(model):
     complete = donors(model, [LONG], Z, gen_length=4, steps=2)
     assert sorted(set(complete.step.tolist())) == [0, 1]
     last = donors(model, [LONG], Z, gen_length=4, steps=2, only_steps=[-1])
@@ -78,8 +76,7 @@ def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(worded):
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("match", [("step", "state", "position", "kind"), ("state",)])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, causal, settings, match):
-    model = worded(architecture, causal)
+def test_a_resampled_value_is_that_of_a_matching_donor(model, architecture, causal, settings, match):
     few = {"gen_length": 4} | settings
     found = donors(model, OTHERS, Z, **few)
     where = "prompt" if causal else "masked"

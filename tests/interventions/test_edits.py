@@ -135,9 +135,8 @@ def changed_places(edit, run, step):
     [(*way, name) for way in WAYS for name in EDITS if not (way[1] and name == "mean of heads")]
     + [(*way, name) for way in OTHERS for name in ("heads", "MLP")],
 )
-def test_every_step_equals_a_plain_pass_with_the_edit(worded, architecture, causal, settings, name):
+def test_every_step_equals_a_plain_pass_with_the_edit(model, settings, name):
     edit, at = EDITS[name], f"blocks.1.{EDITS[name].point}"
-    model = worded(architecture, causal)
     watched = watch(model, PADDED, [edit.hooks], [at, "hook_logits"], **settings)
     count = 0
 

@@ -221,9 +221,8 @@ def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(worded
 
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(worded, architecture, causal, cached):
+def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(model, architecture, causal, cached):
     """Mask all keys of the previous step: every key in a diffusion run, all but the new token in an autoregressive."""
-    model = worded(architecture, causal)
     length = len(LONG.split()) + (0 if causal else 8)
     length += architecture == "sdar"  # the position that completes the last block
     points = ["hook_pattern", "hook_logits"]
@@ -252,8 +251,7 @@ WINDOWS = [
     [(*way, given) for way in (WAYS[0], WAYS[-1]) for given in WINDOWS]
     + [(*way, WINDOWS[number % 2]) for number, way in enumerate(WAYS[1:-1])],
 )
-def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal, cached, given):
-    model = worded(architecture, causal)
+def test_a_window_equals_the_mask_written_by_a_loop(model, cached, given):
     window = MaskKeys(keep=True, **given, queries="each", layers=[0, -1])
     watched = watch(model, PADDED, [window], ["hook_pattern", "hook_logits"], **cache_of(cached))
 
@@ -313,11 +311,8 @@ def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama,
     [(*kind, cache_of(cached)) for *kind, cached in [*ONE_OF_EACH, WAYS[-1]]]
     + [("sdar", False, {}), ("sdar", False, {"use_cache": True})],
 )
-def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
-    worded, architecture, causal, settings, by
-):
+def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(model, architecture, causal, settings, by):
     """With cached blocks the places are constant, because the keys of finished blocks keep theirs."""
-    model = worded(architecture, causal)
     base = watch(model, PADDED, [], [], **settings).run
     shape = (2, base.settings.steps, 3, 6, base.real.shape[1])
     marked = torch.from_numpy(np.random.default_rng(5).random(shape) < 0.3) & base.real[:, None, None, None]

@@ -123,8 +123,7 @@ def test_patterns_are_patched_where_their_queries_are_recomputed_at_later_steps(
 @pytest.mark.parametrize(("architecture", "settings"), [
     ("llama", {"cache": "dual", "block_length": 4}), ("dream", {"cache": "delayed"}), ("sdar", {"use_cache": True}),
 ])  # fmt: skip
-def test_values_of_an_exact_run_are_patched_where_a_run_with_a_cache_computes(worded, architecture, settings, name):
-    model = worded(architecture)
+def test_values_of_an_exact_run_are_patched_where_a_run_with_a_cache_computes(model, settings, name):
     exact = {"block_length": 4} if "block_length" in settings else {}
     base = watch(model, PADDED, points=[], **settings).run
     source, after = Activations(names=name), Activations(names=[Z, name])
@@ -231,8 +230,7 @@ def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, unchecked,
     assert unwatched(worded())
 
 
-def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(worded):
-    model = worded()
+def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(model):
     kept = Activations(names=everything, steps=[1, -1])
     watched = watch(model, PADDED, [kept], [])
     assert sorted(kept.caches) == [1, 3]

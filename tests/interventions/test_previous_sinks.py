@@ -29,9 +29,8 @@ CHOSEN = {
 @pytest.mark.parametrize("which", CHOSEN)
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_recorded_runs_sinks_are_masked(worded, architecture, causal, settings, same_step, which):
+def test_a_recorded_runs_sinks_are_masked(model, settings, same_step, which):
     given, detector = CHOSEN[which]
-    model = worded(architecture, causal)
     base = watch(model, PADDED, points=[], record_sinks=Record(["values"]), **settings).run
     masking = MaskSinks(**given, source=base, same_step=same_step, layers=[0, 2])
     wanted = base.sinks.detect(detector).shift(step=0 if same_step else 1, fill_value=False).to_numpy()
@@ -67,9 +66,8 @@ def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, c
 @pytest.mark.parametrize("kind", [MaskSinks, pytest.param(KeepKeys, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_row_that_the_source_lacks_at_a_step_is_unchanged(worded, architecture, causal, settings, short, kind):
+def test_a_row_that_the_source_lacks_at_a_step_is_unchanged(model, causal, settings, short, kind):
     """The source's rows end after two steps and after all; each is masked as with a track of that row only."""
-    model = worded(architecture, causal)
     tracks = [watch(model, [prompt], points=[], record_sinks=True, **settings).run.sinks for prompt in PADDED]
     tracks[short] = tracks[short].isel(step=slice(0, 2))
     together = ignored(model, PADDED, kind(top_k=2, source=SinkTrack.concat(tracks)), settings)
@@ -94,8 +92,7 @@ def ignored(model, prompts, intervention, settings):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
-def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(worded, architecture):
-    model = worded(architecture)
+def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(model):
     masking = MaskSinks(top_k=2, same_step=True)
     watched = watch(model, PADDED, [masking], ["hook_pattern", "hook_logits"])
 

@@ -53,8 +53,7 @@ def test_the_lowest_scores_of_each_row_go_as_in_a_loop(seed):
     assert torch.equal(rows, before)
 
 
-def test_a_run_has_the_weights_of_a_loop_and_gives_them_back(worded):
-    model = worded()
+def test_a_run_has_the_weights_of_a_loop_and_gives_them_back(model):
     norms = input_norms(sinklens.generate(model, PADDED, **short(model, {})))
     before = {name: value.clone() for name, value in model.tree.hf.state_dict().items()}
     seen = {}
@@ -124,8 +123,7 @@ def sums(model, run, steps, counts):
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("qwen3", True)])
-def test_norms_are_those_of_a_loop_over_positions_without_padding(worded, architecture, causal):
-    model = worded(architecture, causal)
+def test_norms_are_those_of_a_loop_over_positions_without_padding(model):
     run = sinklens.generate(model, PADDED, **short(model, {}))
     found = input_norms(run, steps=[0, -1, 99])
     steps = [0, run.steps_run - 1]
@@ -134,8 +132,7 @@ def test_norms_are_those_of_a_loop_over_positions_without_padding(worded, archit
     assert found.positions == sum(int((entered(run, step)[1] & run.active[:, [step]]).sum()) for step in steps)
 
 
-def test_sinks_count_by_one_minus_their_strength_and_shuffled_ones_elsewhere(worded):
-    model = worded()
+def test_sinks_count_by_one_minus_their_strength_and_shuffled_ones_elsewhere(model):
     run = sinklens.generate(model, PADDED, **short(model, {"record_sinks": True}))
     sinks = MeanPlusStd(k=0.5)
     weight = sinks.strength(run.sinks).isel(layer=0, head=0)
@@ -182,8 +179,7 @@ def test_a_planted_sink_decides_which_weights_go(own):
             assert float((projection.weight == 0).float().mean()) == 0.5
 
 
-def test_several_runs_add_up_and_conditioned_matrices_have_norms(worded):
-    model = worded()
+def test_several_runs_add_up_and_conditioned_matrices_have_norms(model):
     runs = [sinklens.generate(model, prompt, **short(model, {})) for prompt in PADDED]
     one, other, both = input_norms(runs[0]), input_norms(runs[1]), input_norms(runs)
     torch.testing.assert_close(both.values[MLP] ** 2, one.values[MLP] ** 2 + other.values[MLP] ** 2)

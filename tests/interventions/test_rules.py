@@ -84,10 +84,7 @@ class EveryThird(Rule):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_combination_or_a_rule_of_ones_own_equals_the_array_that_it_stands_for(
-    worded, architecture, causal, settings
-):
-    model = worded(architecture, causal)
+def test_a_combination_or_a_rule_of_ones_own_equals_the_array_that_it_stands_for(model, settings):
     base = watch(model, PADDED, points=[], **settings).run
     steps, length, real = base.settings.steps, base.real.shape[1], base.real[:, None, None, None]
     marked = (torch.rand(2, steps, 3, 6, length, generator=torch.manual_seed(1)) < 0.5) & real
@@ -204,8 +201,7 @@ def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, caus
     assert count > 10
 
 
-def test_runs_without_a_record_are_rejected(worded):
-    model = worded()
+def test_runs_without_a_record_are_rejected(model):
     recorded = watch(model, PADDED, [MaskSinks(top_k=1)], [], record_sinks=True).run
     plain = watch(model, PADDED, [MaskSinks(top_k=2), AblateMLPs(layers=[0])], []).run
     assert plain.chosen == ()

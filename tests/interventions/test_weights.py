@@ -60,8 +60,7 @@ def test_the_matrices_of_the_chosen_layers_change_and_come_back(architecture):
     assert changed(model, before) == {}
 
 
-def test_weights_come_back_after_an_error_in_the_run_and_after_one_halfway_through(worded):
-    model = worded()
+def test_weights_come_back_after_an_error_in_the_run_and_after_one_halfway_through(model):
     before = state(model)
 
     def broken(value, hook):
@@ -76,8 +75,7 @@ def test_weights_come_back_after_an_error_in_the_run_and_after_one_halfway_throu
     assert changed(model, before) == {}
 
 
-def test_edits_of_the_same_weights_follow_each_other(worded):
-    model = worded()
+def test_edits_of_the_same_weights_follow_each_other(model):
     before = state(model)
     run = {"gen_length": 4, "steps": 2, "progress": False}
     seen = []

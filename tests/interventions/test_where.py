@@ -79,9 +79,8 @@ def places_of_step(form, marked, run, step, before):
     ]
     + [("sdar", False, {"use_cache": True}, "constant")],
 )
-def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, causal, settings, form):
+def test_ablation_at_places_equals_an_edit_made_by_a_loop(model, causal, settings, form):
     """In an autoregressive run a query keeps the places of the step that owns it."""
-    model = worded(architecture, causal)
     marked, kept = random_places(watch(model, PADDED, points=[], **settings).run), {}
     watched = watch(model, PADDED, [AblateHeads(**given(form, marked))], ["hook_z"], **settings)
     run, changed, before = watched.run, 0, None
@@ -149,8 +148,7 @@ def outputs(model, where, **settings):
     return torch.stack([watched.stacked("hook_z", step) for step in range(watched.run.steps_run)])
 
 
-def test_a_recorded_run_the_same_step_and_an_array_name_the_same_places(worded):
-    model = worded()
+def test_a_recorded_run_the_same_step_and_an_array_name_the_same_places(model):
     base = watch(model, PADDED, points=[], record_sinks=True).run
     by_array = outputs(model, one_hot(base), replay=base)
     for where in (
@@ -167,8 +165,7 @@ def test_a_recorded_run_the_same_step_and_an_array_name_the_same_places(worded):
     assert not torch.equal(outputs(model, base.sinks, replay=base), by_array)
 
 
-def test_a_named_array_may_lack_axes_and_steps(worded):
-    model = worded()
+def test_a_named_array_may_lack_axes_and_steps(model):
     base = watch(model, PADDED, points=[], record_sinks=True).run
     marked = one_hot(base)
     named = xr.DataArray(marked, dims=("batch", "step", "layer", "head", "pos"), coords={"step": range(4)})
@@ -198,8 +195,7 @@ class Halved(AtPositions):
 @pytest.mark.parametrize(
     ("kind", "causal"), [(FreezePattern(at=0), False), (Halved(), False), (Halved(), True)], ids=str
 )
-def test_queries_elsewhere_keep_their_attention(worded, kind, causal):
-    model = worded("llama", causal)
+def test_queries_elsewhere_keep_their_attention(model, kind, causal):
     base = watch(model, PADDED)
     marked = random_places(base.run)
     limited = replace(kind, layers=[0], where=marked)
@@ -236,8 +232,7 @@ def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, wher
     assert found > 8
 
 
-def test_a_single_pass_takes_an_array(worded):
-    model = worded()
+def test_a_single_pass_takes_an_array(model):
     ids = torch.tensor([[5, 6, 7, model.mask_token_id]])
     marked = torch.zeros(1, 1, 3, 1, 4, dtype=torch.bool)
     marked[0, 0, 1, 0, 2] = True

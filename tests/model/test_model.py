@@ -26,8 +26,7 @@ def without_head_2(value, hook=None):
     return value
 
 
-def test_an_edit_has_the_same_effect_however_it_is_made():
-    model, ids = shared_model(), random_ids()
+def test_an_edit_has_the_same_effect_however_it_is_made(model, ids):
     put = torch.ones(2, 7, 6, 4)
     with model.trace(ids):
         model.blocks[1].attn.hook_z.input = put
@@ -67,8 +66,7 @@ def test_sink_scores_can_be_read_before_or_after_the_pattern(causal):
         close(found, plain[name])
 
 
-def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect():
-    model, ids = shared_model(), random_ids()
+def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect(model, ids):
     with model.trace(ids):
         model.blocks[1].attn.hook_sink_scores.output  # noqa: B018
         model.blocks[1].attn.hook_pattern.output[:] = 0.25
@@ -83,8 +81,7 @@ def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect():
     close(logits, expected)
 
 
-def test_an_nnsight_cache_of_everything_holds_every_point():
-    model, ids = shared_model(), random_ids()
+def test_an_nnsight_cache_of_everything_holds_every_point(model, ids):
     with model.trace(ids) as tracer:
         cache = tracer.cache()
     plain = plain_pass(model, ids).values
@@ -161,8 +158,7 @@ def test_a_gradient_in_an_invoke_covers_only_its_rows():
     torch.testing.assert_close(batched, alone, atol=1e-3, rtol=1e-3)
 
 
-def test_values_pass_between_the_traces_of_a_session():
-    model, ids = shared_model(), random_ids()
+def test_values_pass_between_the_traces_of_a_session(model, ids):
     with model.session():
         with model.trace(ids):
             z = model.blocks[1].attn.hook_z.output
@@ -200,8 +196,7 @@ def test_rows_of_an_invoke_are_counted_in_every_form_of_prompt(tiny_llada, first
     torch.testing.assert_close(other[:, -2:], tiny_llada(torch.tensor([[77, 8]])), atol=1e-4, rtol=1e-4)
 
 
-def test_an_invoke_with_an_unknown_argument_is_an_error():
-    model = shared_model()
+def test_an_invoke_with_an_unknown_argument_is_an_error(model):
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention_maks'"):
         with model.trace() as tracer:
             with tracer.invoke(random_ids(1, 5), attention_maks=torch.ones(1, 5)):

@@ -57,8 +57,7 @@ OTHERS = "queries= is for bidirectional models without a cache policy"
     (lambda queries: queries, True, {"gen_length": 6}, OTHERS),
     (lambda queries: queries, False, {"gen_length": 6, "cache": "dual"}, OTHERS),
 ])  # fmt: skip
-def test_queries_that_do_not_fit_are_refused(worded, queries, change, causal, given, text):
-    model = worded("llama", causal)
+def test_queries_that_do_not_fit_are_refused(model, queries, change, given, text):
     with pytest.raises(SettingError, match=text):
         sinklens.generate(model, PROMPTS, record_sinks=Record(queries=change(queries)), **given)
     assert model.tree.watch.forward_pass.counted is None

@@ -130,9 +130,8 @@ def bases(worded):
     ],
 )
 def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
-    worded, interventions, bases, architecture, causal, name
+    model, interventions, bases, architecture, causal, name
 ):
-    model = worded(architecture, causal)
     intervention = interventions(model, name)
     together = watch(model, PADDED, [intervention], ["hook_logits"])
     assert changed(together, bases[architecture, causal])
@@ -158,8 +157,7 @@ def test_an_autoregressive_run_is_the_same_with_and_without_a_key_value_cache(wo
 
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", DIFFUSION)
-def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(worded, interventions, name):
-    model = worded()
+def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(model, interventions, name):
     intervention, ids = interventions(model, name), random_ids()
     before = model(ids)
 
@@ -184,8 +182,7 @@ def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(worded,
 @pytest.mark.parametrize("name", [
     "window", "ablate heads", "the row's mean head", "patch", "hide keys", "dimensions",
 ])  # fmt: skip
-def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, interventions, name):
-    model = worded()
+def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(model, interventions, name):
     intervention = interventions(model, name)
     watched = watch(model, [LONG], [intervention], ["hook_logits"])
     single = model.run_with_hooks(watched.run.canvas[:, 0], fwd_hooks=intervention.hooks_for(model))

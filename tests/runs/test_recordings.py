@@ -65,8 +65,7 @@ def test_a_run_over_random_tokens_is_read_back(tmp_path):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_rows_of_a_padded_batch_are_replayed_alone(worded, tmp_path):
-    model = worded()
+def test_rows_of_a_padded_batch_are_replayed_alone(model, tmp_path):
     run = sinklens.generate(model, PADDED, **short(model, {"record_sinks": True}))
     write_canvases([run, run], tmp_path / "runs.jsonl")
     read = read_canvases(tmp_path / "runs.jsonl")
@@ -80,8 +79,7 @@ def test_rows_of_a_padded_batch_are_replayed_alone(worded, tmp_path):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-4, rtol=1e-4)
 
 
-def test_the_undecided_positions_follow_from_the_mask(worded):
-    model = worded()
+def test_the_undecided_positions_follow_from_the_mask(model):
     recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
     data = recorded.to_json() | {"undecided": None, "mask_id": model.mask_token_id}
     assert torch.equal(type(recorded).from_json(data).undecided, recorded.undecided)
@@ -155,8 +153,7 @@ def test_what_is_no_history_is_refused(lengths, text):
         from_history([torch.full((1, length), 60) for length in lengths], [[5, 6]], 60, has_start=True)
 
 
-def test_what_is_no_recorded_run_is_refused_with_its_line(worded, tmp_path):
-    model = worded()
+def test_what_is_no_recorded_run_is_refused_with_its_line(model, tmp_path):
     recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
     data = recorded.to_json()
     cases = {

@@ -130,10 +130,7 @@ def test_logits_that_are_nan_end_the_run_with_an_error(worded, architecture, cau
     ("sdar", {"sampler": "bd3lm", "right_shift_logits": True, "gen_length": 8}),
     ("sdar", {"sampler": "bd3lm", "right_shift_logits": True, "gen_length": 8, "use_cache": True}),
 ])  # fmt: skip
-def test_shifted_logits_of_a_padded_row_are_those_of_the_row_alone_from_its_first_token_on(
-    worded, architecture, settings
-):
-    model = worded(architecture)
+def test_shifted_logits_of_a_padded_row_are_those_of_the_row_alone_from_its_first_token_on(model, settings):
     both, alone = (watch(model, prompts, [], ["hook_logits"], **settings) for prompts in (PADDED, [SHORT]))
     for step, values in alone.values.items():
         if step and "use_cache" in settings:

@@ -12,8 +12,7 @@ from sinklens.sampling import Keys, Planned
 STEPS = 4
 
 
-def test_each_key_is_as_old_as_the_table_says(worded):
-    model = worded("llama")
+def test_each_key_is_as_old_as_the_table_says(model):
     exact = sinklens.generate(model, PROMPTS, gen_length=STEPS)
     rows, length = exact.real.shape
     table = np.full((rows, STEPS, model.cfg.n_layers, length), int(Keys.FRESH))
@@ -26,8 +25,7 @@ def test_each_key_is_as_old_as_the_table_says(worded):
     np.testing.assert_array_equal(run.sinks["staleness"].to_numpy(), expected)
 
 
-def test_an_array_of_booleans_may_leave_axes_out_that_do_not_matter(worded):
-    model = worded("llama")
+def test_an_array_of_booleans_may_leave_axes_out_that_do_not_matter(model):
     length = sinklens.generate(model, PROMPTS, gen_length=STEPS).canvas.shape[2]
     late = torch.arange(length)[None, None, None] >= length - STEPS
     runs = [

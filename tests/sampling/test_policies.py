@@ -165,8 +165,7 @@ def test_a_policy_that_computes_everything_is_the_exact_run(worded, name):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if not isinstance(policy, AtRandom)], ids=repr)
-def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(worded, policy):
-    model = worded("llama")
+def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(model, policy):
     together = sinklens.generate(model, PROMPTS, cache=policy, **SETTINGS["llama"])
     for row, prompt in enumerate(PROMPTS):
         alone = sinklens.generate(model, prompt, cache=policy, **SETTINGS["llama"])
@@ -214,8 +213,7 @@ def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_writ
     assert checked >= 4
 
 
-def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(worded):
-    model = worded("llama")
+def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(model):
     run, _ = run_under(KeepSinks(TopK(1), k=1), model, "llama")
     scores = run.sinks["score"].to_numpy()
     fresh = run.sinks["fresh"].to_numpy()
@@ -286,8 +284,7 @@ def rotated(model, run, key):
         return plain_pass(model, run.canvas[:, 2], run.real, edits).values["blocks.1.attn.hook_rot_k"][:, 4]
 
 
-def test_hooks_blocks_masks_and_replays_work_under_a_policy(worded):
-    model = worded("llama")
+def test_hooks_blocks_masks_and_replays_work_under_a_policy(model):
     exact = sinklens.generate(model, PROMPTS, **SETTINGS["llama"])
     hooks = [MaskSinks(top_k=1), AblateHeads(layers=[1], heads=[0])]
     run, seen = run_under(DualCache(), model, "llama", hooks=hooks, replay=exact)
