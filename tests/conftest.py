@@ -204,6 +204,12 @@ def model(worded: "Callable[..., Model]", architecture: str, causal: bool) -> "M
     return worded(architecture, causal)
 
 
+@pytest.fixture
+def shipped(request: pytest.FixtureRequest, name: str) -> "Model":
+    """The shipped model that a test's parameter `name` names, as its fixture does."""
+    return request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="session")
 def worded(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Model]":
     """Random models that read words, so that prompts of different length can be given: ``worded("qwen3", True)``.

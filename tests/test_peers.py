@@ -257,15 +257,14 @@ def test_generate_returns_the_cache_and_the_input_on_request(tiny_llama, lens):
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_generate_writes_what_a_run_writes(request, name):
-    model = request.getfixturevalue(name)
-    run = sinklens.generate(model, [TEXT, OTHER], gen_length=8)
-    assert model.generate([TEXT, OTHER], max_new_tokens=8) == [
+def test_generate_writes_what_a_run_writes(shipped):
+    run = sinklens.generate(shipped, [TEXT, OTHER], gen_length=8)
+    assert shipped.generate([TEXT, OTHER], max_new_tokens=8) == [
         text + answer for text, answer in zip((TEXT, OTHER), run.text, strict=True)
     ]
-    ids = model.generate(model.to_tokens([TEXT, OTHER]), max_new_tokens=8)
+    ids = shipped.generate(shipped.to_tokens([TEXT, OTHER]), max_new_tokens=8)
     assert torch.equal(ids[run.tokens >= 0], run.tokens[run.tokens >= 0])
-    again = model.generate(ids, max_new_tokens=2, return_input_tokens=True)[1]  # the padding is carried along
+    again = shipped.generate(ids, max_new_tokens=2, return_input_tokens=True)[1]  # the padding is carried along
     assert torch.equal(again, ids)
 
 

@@ -19,13 +19,12 @@ LISTED = {"none": [], "window": MaskKeys(keep=True, window=4, positions=[0]), "h
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_effects_equal_those_of_separate_runs(name, request):
-    model = request.getfixturevalue(name)
-    asked = (Mechanism(), model, PROBLEM.prompt, SETTINGS)
+def test_effects_equal_those_of_separate_runs(shipped, name):
+    asked = (Mechanism(), shipped, PROBLEM.prompt, SETTINGS)
     found, replayed = free_effects(*asked, LISTED), swept(*asked, LISTED, replay=True)
     assert found["intervention"].to_numpy().tolist() == list(LISTED)
     for key, hooks in LISTED.items():
-        one, got = effect(model, [PROBLEM.prompt], hooks, **SETTINGS), found.sel(intervention=key)
+        one, got = effect(shipped, [PROBLEM.prompt], hooks, **SETTINGS), found.sel(intervention=key)
         np.testing.assert_allclose(replayed["kl"].sel(intervention=key), one.under_replay["kl"][0], atol=1e-4)
         assert float(got["changed"]) == float(not one.free_running["same_answer"].item())
         assert float(got["right"]) == is_right(PROBLEM.prompt, one.free.text[0])

@@ -57,16 +57,15 @@ def test_the_correlation_is_between_attention_and_change_over_positions():
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(request, name):
-    model = request.getfixturevalue(name)
+def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(shipped):
     change = MaskSinks(top_k=2, layers=[0, -1], heads=[1, 4], steps=range(2, 6))
-    run = sinklens.generate(model, [problem.prompt for problem in held_out(3)], hooks=change, **SETTINGS)
+    run = sinklens.generate(shipped, [problem.prompt for problem in held_out(3)], hooks=change, **SETTINGS)
     keys = change.keys(run)
     found = attention_to(run, keys)
     for step in (0, 3, 5):
-        known = run.prompt_length + step if model.causal else run.canvas.shape[2]
+        known = run.prompt_length + step if shipped.causal else run.canvas.shape[2]
         real = run.real[:, :known]
-        _, cache = model.run_with_cache(run.canvas[:, step, :known], attention_mask=real)
+        _, cache = shipped.run_with_cache(run.canvas[:, step, :known], attention_mask=real)
         patterns = torch.stack([cache["pattern", layer] for layer in range(4)], dim=1).double().numpy()
         expected = (patterns * keys.to_numpy()[:, step, :, :, None, :known]).sum(-1).mean((1, 2))
         np.testing.assert_allclose(found[:, step, :known], np.where(real, expected, np.nan), atol=1e-6)

@@ -74,12 +74,11 @@ def test_the_null_of_an_autoregressive_run_is_the_run(tiny_llama):
 @pytest.mark.parametrize(
     ("name", "settings"), [("tiny_llada", {}), ("tiny_llama", {}), ("tiny_llama", {"use_cache": False})]
 )
-def test_fixed_scores_are_the_sums_of_the_chosen_rows(name, settings, request):
-    model = request.getfixturevalue(name)
-    members = model.encode(PROMPTS)[1]
+def test_fixed_scores_are_the_sums_of_the_chosen_rows(shipped, settings):
+    members = shipped.encode(PROMPTS)[1]
     members[:, -3] = False
     record = Record([FixedQueries(members)], patterns=[(2, 1)])
-    run = sinklens.generate(model, PROMPTS, record_sinks=record, gen_length=4, **settings)
+    run = sinklens.generate(shipped, PROMPTS, record_sinks=record, gen_length=4, **settings)
     pattern = run.patterns[2, 1]
     expected = torch.stack(
         [rows[:, chosen.nonzero()[:, 0]].sum(1) for rows, chosen in zip(pattern, members, strict=True)]

@@ -200,18 +200,19 @@ def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
         assert compared["same_answer"].all()
 
 
-@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
-def test_logits_are_kept_only_at_the_chosen_steps(request, model):
-    model = request.getfixturevalue(model)
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_logits_are_kept_only_at_the_chosen_steps(shipped):
     kept, every = MaskedLogits(steps=[0, -1]), MaskedLogits()
-    run = sinklens.generate(model, PROMPTS, hooks=[every, kept], record_sinks=False, **SHORT)
+    run = sinklens.generate(shipped, PROMPTS, hooks=[every, kept], record_sinks=False, **SHORT)
     assert sorted(kept.kept) == [0, 7]
     for step, logits in kept.kept.items():
         assert torch.equal(logits, every.kept[step])
-        assert len(logits) == (3 if model.config.is_causal else int((run.canvas[:, step] == model.mask_token_id).sum()))
+        assert len(logits) == (
+            3 if shipped.config.is_causal else int((run.canvas[:, step] == shipped.mask_token_id).sum())
+        )
     found = compare(run, run, kept.kept, kept.kept)
     assert found["kl"].notnull().any("batch").to_numpy().nonzero()[0].tolist() == [0, 7]
-    sinklens.generate(model, PROMPTS[0], hooks=[kept], record_sinks=False, gen_length=4)
+    sinklens.generate(shipped, PROMPTS[0], hooks=[kept], record_sinks=False, gen_length=4)
     assert sorted(kept.kept) == [0, 3]
 
 

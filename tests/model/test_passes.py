@@ -55,21 +55,20 @@ def test_every_form_of_a_prompt_gives_the_same_logits_in_every_call(tiny_llama, 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
 @pytest.mark.filterwarnings("ignore:tiny-llada is a diffusion model")
-def test_the_tokens_of_texts_carry_their_padding(request, name, side):
-    model = request.getfixturevalue(name)
-    tokens = model.to_tokens([TEXT, OTHER], padding_side=side)
+def test_the_tokens_of_texts_carry_their_padding(shipped, side):
+    tokens = shipped.to_tokens([TEXT, OTHER], padding_side=side)
     copies = [tokens, tokens.clone(), tokens.to("cpu"), tokens[:], [*tokens], copy.deepcopy(tokens)]
     for given in copies if side == "left" else copies[:4]:
-        for logits in calls(model, given):
+        for logits in calls(shipped, given):
             for row, text in zip(logits, (TEXT, OTHER), strict=True):
-                alone = model(text)[0]
+                alone = shipped(text)[0]
                 real = row[-len(alone) :] if side == "left" else row[: len(alone)]
                 torch.testing.assert_close(real, alone, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(model(tokens[[1, 0]]), model(tokens)[[1, 0]], atol=1e-4, rtol=1e-5)
-    assert torch.equal(model.tree(tokens), model(tokens))
-    encoded = model.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True)
-    assert torch.equal(model(**encoded), model([TEXT, OTHER]))
-    for call in (model, model.run_with_cache, model.run_with_hooks):
+    torch.testing.assert_close(shipped(tokens[[1, 0]]), shipped(tokens)[[1, 0]], atol=1e-4, rtol=1e-5)
+    assert torch.equal(shipped.tree(tokens), shipped(tokens))
+    encoded = shipped.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True)
+    assert torch.equal(shipped(**encoded), shipped([TEXT, OTHER]))
+    for call in (shipped, shipped.run_with_cache, shipped.run_with_hooks):
         with pytest.raises(TypeError, match="retrun_type"):
             call(TEXT, retrun_type="loss")
 
@@ -83,11 +82,10 @@ def test_the_canvas_of_texts_carries_its_padding(tiny_llada):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
-def test_a_run_on_the_tokens_of_texts_equals_separate_runs(request, name):
-    model = request.getfixturevalue(name)
+def test_a_run_on_the_tokens_of_texts_equals_separate_runs(shipped):
     for side in ("left", "right"):
-        run = sinklens.generate(model, model.to_tokens([TEXT, OTHER], padding_side=side), gen_length=4)
-        assert run.text == [sinklens.generate(model, text, gen_length=4).text for text in (TEXT, OTHER)]
+        run = sinklens.generate(shipped, shipped.to_tokens([TEXT, OTHER], padding_side=side), gen_length=4)
+        assert run.text == [sinklens.generate(shipped, text, gen_length=4).text for text in (TEXT, OTHER)]
 
 
 def test_carried_padding_is_lost_by_arithmetic_and_in_files_and_then_unknown(tiny_llama, tmp_path):

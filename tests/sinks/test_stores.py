@@ -22,18 +22,17 @@ QUANTITIES = ["values", "stream", "outputs"]
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
-def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, monkeypatch, model):
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_a_run_on_disk_equals_the_run_in_memory(shipped, tmp_path, monkeypatch):
     """Also after the working directory has changed."""
-    model = request.getfixturevalue(model)
-    kept = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
+    kept = sinklens.generate(shipped, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
     monkeypatch.chdir(tmp_path)
-    run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES, out="run.zarr"))
+    run = sinklens.generate(shipped, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES, out="run.zarr"))
     monkeypatch.chdir("/")
     for track in (run.sinks, SinkTrack.open(tmp_path / "run.zarr")):
         assert_equal(track, kept)
         assert track.finished
-    assert run.sinks.vocabulary[run.tokens[0, -1].item()] == model.tokenizer.decode(run.tokens[0, -1:])
+    assert run.sinks.vocabulary[run.tokens[0, -1].item()] == shipped.tokenizer.decode(run.tokens[0, -1:])
 
 
 def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch):

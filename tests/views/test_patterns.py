@@ -30,11 +30,10 @@ def padded(tiny_llada):
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_a_recomputed_pattern_equals_the_one_of_the_run(request, name):
+def test_a_recomputed_pattern_equals_the_one_of_the_run(shipped):
     """Also with a key/value cache, where the run computed only the last row."""
-    model = request.getfixturevalue(name)
-    kept = sinklens.generate(model, prompts(2), record_sinks=Record(patterns=PLACES), **SHORT)
-    again = sinklens.generate(model, prompts(2), **SHORT)
+    kept = sinklens.generate(shipped, prompts(2), record_sinks=Record(patterns=PLACES), **SHORT)
+    again = sinklens.generate(shipped, prompts(2), **SHORT)
     for step, layer in PLACES:
         for row in range(2):
             real = kept.real[row] & (kept.canvas[row, step] >= 0)
