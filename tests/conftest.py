@@ -199,9 +199,12 @@ def causal() -> bool:
 
 
 @pytest.fixture
-def model(worded: "Callable[..., Model]", architecture: str, causal: bool) -> "Model":
-    """A random model that reads words; in the folders of hooks and of models, one that reads ids."""
-    return worded(architecture, causal)
+def model(worded: "Callable[..., Model]", architecture: str, causal: bool) -> "Iterator[Model]":
+    """A random model that reads words, left without a hook; in the folders of hooks and of models, it reads ids."""
+    from watching import unwatched
+
+    yield (made := worded(architecture, causal))
+    assert unwatched(made)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from watching import LONG, PADDED, SHORT, entered, unwatched, watch
+from watching import LONG, PADDED, SHORT, entered, watch
 
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means, donors
@@ -97,7 +97,6 @@ def test_a_resampled_value_is_that_of_a_matching_donor(model, architecture, caus
         assert any(all(int(getattr(found, name)[at]) == wanted[name] for name in match) for at in same)
         drawn |= set(same)
     assert len(drawn) > 5
-    assert unwatched(model)
 
 
 @pytest.mark.fast_cases(2)
@@ -165,8 +164,7 @@ REFUSED = [
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_what_has_no_donor_is_rejected(worded, found, call, text):
+def test_what_has_no_donor_is_rejected(model, found, call, text):
     with pytest.raises(SettingError, match=text):
-        call(worded(), found)
+        call(model, found)
     assert repr(found) == f"Donors({2 * 6} samples of {Z})"
-    assert unwatched(worded())

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from watching import PADDED, again, compared, entered, unwatched, watch
+from watching import PADDED, again, compared, entered, watch
 
 from sinklens.interventions import (
     Ablate,
@@ -155,4 +155,3 @@ def test_every_step_equals_a_plain_pass_with_the_edit(model, settings, name):
     for step, plain in compared(watched, edits):
         count += int((again(watched.run, step).values[at] != plain.values[at]).any())
     assert count > 0
-    assert unwatched(model)

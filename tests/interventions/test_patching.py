@@ -4,7 +4,7 @@ import pytest
 import torch
 from building import EACH, random_ids, shared_model
 from transformer_lens import ActivationCache
-from watching import LONG, PADDED, Z, again, entered, logits_of, unwatched, watch
+from watching import LONG, PADDED, Z, again, entered, logits_of, watch
 
 from sinklens.errors import SettingError
 from sinklens.hooks.names import axes_of
@@ -219,15 +219,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "text"), REFUSED)
-def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, unchecked, given, text):
+def test_what_the_source_or_the_run_lacks_is_rejected(model, source, unchecked, given, text):
     """`only` and `rows` are the steps and the rows of the source."""
     given = dict(given)
     prompts, rows = given.pop("prompts", [LONG]), given.pop("rows", slice(None))
     steps = dict.fromkeys(given.pop("only"), source[0]) if "only" in given else source
     kept = {step: {name: value[rows] for name, value in cache.items()} for step, cache in steps.items()}
     with pytest.raises(SettingError, match=text):
-        watch(worded(), prompts, [PatchHooks(**{"source": kept} | given)])
-    assert unwatched(worded())
+        watch(model, prompts, [PatchHooks(**{"source": kept} | given)])
 
 
 def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(model):

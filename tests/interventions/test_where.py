@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import PADDED, Z, compared, entered, stacked, unwatched, watch
+from watching import PADDED, Z, compared, entered, stacked, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -99,7 +99,6 @@ def test_ablation_at_places_equals_an_edit_made_by_a_loop(model, causal, setting
         before = stacked(plain, "hook_pattern")
         changed += int((watched.stacked("hook_z", step) == 0).all(dim=-1).sum())
     assert changed > 10
-    assert unwatched(model)
 
 
 OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
@@ -110,9 +109,9 @@ OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:], ("sdar", False, {"use_cache": True})]
 )
-def test_a_patch_puts_the_sources_values_at_its_places_alone(worded, architecture, causal, settings, name):
+def test_a_patch_puts_the_sources_values_at_its_places_alone(model, causal, settings, name):
     """Three query heads share a key/value head, which is patched where any of them has a place."""
-    model, kept = worded(architecture, causal), Activations(names=name)
+    kept = Activations(names=name)
     watch(model, OTHER, [kept], [], **settings)
     base = watch(model, PADDED, points=[], **settings).run
     marked, layer = random_places(base), int(name[7])
@@ -131,7 +130,6 @@ def test_a_patch_puts_the_sources_values_at_its_places_alone(worded, architectur
             for head, chosen in enumerate(heads.tolist() if "attn" in name else [bool(heads.any())]):
                 at = (row, head, query) if axis == 2 else (row, query, head) if "attn" in name else (row, query)
                 assert torch.equal(new[at], source[at] if chosen else old[at])
-    assert unwatched(model)
 
 
 def one_hot(run, top_k=1):
@@ -316,9 +314,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unchecked", "model")
 @pytest.mark.parametrize(("call", "text"), REFUSED)
 def test_places_that_do_not_exist_or_have_no_meaning_are_rejected(worded, call, text):
     with pytest.raises(SettingError, match=text):
         call(worded)
-    assert unwatched(worded())
