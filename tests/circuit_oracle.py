@@ -57,8 +57,7 @@ def alone(model: Any, clean: Tensor, corrupted: Tensor, keeps: Callable[[str, st
         values: dict[str, Tensor] = {}
 
         def put(name: str, value: Tensor, given: Any = given, values: Any = values, at: str = at) -> Tensor:
-            letter = name.removeprefix(f"{at}.hook_")
-            values[name] = given.get(letter, value)
+            values[name] = given.get(name.removeprefix(f"{at}.hook_"), value)
             return values[name]
 
         _attention(layer.self_attn, now["embed"], real, seen, config, at, put)

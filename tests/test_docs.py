@@ -86,8 +86,7 @@ def test_no_page_loads_anything_from_the_network(site):
 
 def test_the_navigation_lists_every_page_once():
     text = (ROOT / "mkdocs.yml").read_text()
-    listed = re.findall(r"^ +- .*?: ([\w/.-]+\.md)$", text, flags=re.MULTILINE)
-    assert sorted(listed) == sorted(PAGES)
+    assert sorted(re.findall(r"^ +- .*?: ([\w/.-]+\.md)$", text, flags=re.MULTILINE)) == sorted(PAGES)
     assert yaml.safe_load(text)["theme"]["font"] is False
 
 

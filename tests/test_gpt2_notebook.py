@@ -66,8 +66,7 @@ def notebook(model: Any) -> dict[str, torch.Tensor]:
     direction = (unembedding[..., 0] - unembedding[..., 1]).T
 
     def attributed(stack: torch.Tensor, layer: int) -> torch.Tensor:
-        scaled = cache.apply_ln_to_stack(stack, layer=layer, pos_slice=-1)
-        return (scaled * direction).sum(-1).mean(-1)
+        return (cache.apply_ln_to_stack(stack, layer=layer, pos_slice=-1) * direction).sum(-1).mean(-1)
 
     streams, labels = cache.accumulated_resid(layer=-1, incl_mid=True, pos_slice=-1, return_labels=True)
     assert labels[-1] == "final_post"

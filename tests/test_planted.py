@@ -121,8 +121,7 @@ def test_strongest_keys_follow_the_planted_paths(runs, dtype):
 def test_column_sums_are_the_planted_ones(runs, dtype, error):
     track = runs[dtype].sinks
     np.testing.assert_allclose(track.scores(), planted_scores(*tokens(track)), atol=error)
-    size = track.data["is_real"].sum("pos").to_numpy()[:, None]
-    fading = of(track.scores(), "fading").max("pos") / size
+    fading = of(track.scores(), "fading").max("pos") / track.data["is_real"].sum("pos").to_numpy()[:, None]
     assert ((fading > 0.9) & (fading < 0.98)).all()
 
 
@@ -236,8 +235,7 @@ def test_masking_hides_exactly_the_sink_of_the_previous_step(model, runs, name):
 
 @pytest.mark.parametrize("name", MOVING)
 def test_a_moving_sink_escapes_the_mask_of_the_previous_step(model, run, name):
-    track = masked(model, name).sinks
-    assert (of(track.detect(), name) == of(planted_sinks(*tokens(run.sinks)), name)).all()
+    assert (of(masked(model, name).sinks.detect(), name) == of(planted_sinks(*tokens(run.sinks)), name)).all()
 
 
 @pytest.mark.parametrize("name", STATIC)

@@ -19,8 +19,7 @@ def test_a_block_of_the_readme_runs(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / f"block{number}.py"
     file.write_text(BLOCKS[number])
-    names = runpy.run_path(str(file))
-    assert names.keys() & {"model", "table"}
+    assert runpy.run_path(str(file)).keys() & {"model", "table"}
 
 
 def test_the_readme_has_at_most_700_words_besides_code():

@@ -93,8 +93,7 @@ def test_sinks_and_controls_are_chosen_when_an_episode_begins(run):
 
 def test_motion_is_compared_with_sums_over_the_same_queries(tiny_dream):
     study, prompt = Caching(), PROMPTS[0]
-    record = Record(patterns=[(2, 1), (5, 3)])
-    run = sinklens.generate(tiny_dream, [prompt], record_sinks=record, **SETTINGS)
+    run = sinklens.generate(tiny_dream, [prompt], record_sinks=Record(patterns=[(2, 1), (5, 3)]), **SETTINGS)
     members = torch.rand(2, run.steps_run, run.canvas.shape[2], generator=torch.Generator().manual_seed(0)) > 0.5
     sums = study._sums(run, prompt, SETTINGS, members)
     for (step, layer), pattern in run.patterns.items():

@@ -17,8 +17,7 @@ from sinklens.analyses.nulls import COMPARED, null_of
 
 def test_a_still_head_and_a_moving_head_have_the_planted_motion():
     """Head 0 stays on 2; head 1 goes 3, 4, 5, 6: three jumps of one position, to the right."""
-    track = planted(with_sinks([[[2, 3]], [[2, 4]], [[2, 5]], [[2, 6]]]))
-    data = motion_of(track)
+    data = motion_of(planted(with_sinks([[[2, 3]], [[2, 4]], [[2, 5]], [[2, 6]]])))
     found = {name: float(data[name][0]) for name in MEANINGS}
     planned = {
         "steps": 4, "jumps": 1.5, "jump_share": 0.5, "sink_jump_share": 0.5, "jump_distance": 1, "drift": 0.5,

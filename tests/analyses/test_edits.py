@@ -40,8 +40,7 @@ def test_where_any_edit_moves_attention_decisions_are_not_said_to_move_it_more(t
     static = compared(*[planted_sums(0.3)(None, torch.zeros(1, 9, dtype=torch.long))[:, 0]] * 2).moved.mean()
     assert static == 0
     assert float(jumps.sel(edit="decided")) > 0.3
-    differences = found.tables["differences"].query("lead == 0")
-    assert (differences["verdict"] == "cannot tell").all()
+    assert (found.tables["differences"].query("lead == 0")["verdict"] == "cannot tell").all()
 
 
 def test_decisions_that_move_attention_more_than_other_edits_are_found(tiny_llada, monkeypatch):
@@ -99,8 +98,7 @@ def test_one_token_of_the_same_kind_is_edited_and_later_queries_are_summed(tiny_
 
 def test_leads_are_margins_of_the_new_strongest_key():
     before = np.array([[[[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]]]])
-    after = np.array([[[[1.0, 1.5, 0.0], [2.0, 1.95, 0.0]]]])
-    jumps = compared(before, after)
+    jumps = compared(before, np.array([[[[1.0, 1.5, 0.0], [2.0, 1.95, 0.0]]]]))
     assert jumps.moved.tolist() == [[[True, False]]]
     np.testing.assert_allclose(jumps.lead, [[[0.5, 0.05]]])
     share, near = measures(jumps)

@@ -93,8 +93,7 @@ def with_written(data, landed):
 
 def rows_of(order, score, written=0.0):
     data = with_written(events_of(track_of(order, score)), written)
-    table = pandas.DataFrame(landing_rows("planted", data, 0))
-    return table.set_index(["measure", "others", "matched"])
+    return pandas.DataFrame(landing_rows("planted", data, 0)).set_index(["measure", "others", "matched"])
 
 
 def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():

@@ -33,8 +33,7 @@ def test_tables_do_not_depend_on_the_batch(name, tiny_llada):
 @pytest.mark.parametrize("name", EFFECTS)
 def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, tiny_llada):
     study = find(name)(settings={"gen_length": 2})
-    given = tiny_llada.encode(held_out(1)[0].prompt)[0]
-    (measured,) = study.run(tiny_llada, given).measured.values()
+    (measured,) = study.run(tiny_llada, tiny_llada.encode(held_out(1)[0].prompt)[0]).measured.values()
     (text,) = study.run(tiny_llada, held_out(1)[0].prompt).measured.values()
     assert measured["right"].isnull().all()
     assert text["right"].notnull().any()

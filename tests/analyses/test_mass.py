@@ -25,8 +25,7 @@ def track_of(seed=0):
 @pytest.fixture(scope="module")
 def found():
     track = track_of()
-    sinks = EpsilonOverMean().detect(track)
-    return track, sinks, acting(track)
+    return track, EpsilonOverMean().detect(track), acting(track)
 
 
 def test_the_mass_of_a_mask_is_that_of_the_step_at_which_it_acts(found):

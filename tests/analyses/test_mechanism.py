@@ -39,8 +39,7 @@ def run_of(canvases):
 
 def test_halves_split_the_undecided_positions_of_a_step():
     run = run_of([[1, MASK, MASK, MASK, MASK], [1, MASK, 2, MASK, MASK], [1, 3, 2, 4, 5]])
-    mass = np.array([[[0.9, 0.1, 0.4, 0.3, 0.2], [0.9, 0.1, 0.8, 0.3, 0.2]]])
-    found = above_median(run, mass)[0].tolist()
+    found = above_median(run, np.array([[[0.9, 0.1, 0.4, 0.3, 0.2], [0.9, 0.1, 0.8, 0.3, 0.2]]]))[0].tolist()
     assert found[0] == [False, False, True, True, False]
     assert found[1] == [False, False, False, True, False]
 

@@ -151,8 +151,7 @@ def test_units_of_another_study_prompt_or_code_are_not_used(change, prompts, tin
 
 def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama, tmp_path):
     prompts = ["a", "b"]
-    total = 8 + tiny_llada.encode(prompts).ids.shape[1]
-    study = Letters(seed=3, length=total, settings={"steps": 4})
+    study = Letters(seed=3, length=8 + tiny_llada.encode(prompts).ids.shape[1], settings={"steps": 4})
     found = study.run([tiny_llada, tiny_llama], prompts, tmp_path)
     manifest = json.loads((tmp_path / "letters.json").read_text())
     assert manifest == json.loads(json.dumps(found.manifest))

@@ -41,8 +41,7 @@ def test_sinks_and_positions_are_counted_by_kind_state_and_token():
 
 
 def test_shares_are_pooled_over_prompts_and_enrichment_is_against_positions():
-    study = TokenTypes()
-    tables = study.tables({"planted": sinks_by_token(two_rows())})
+    tables = TokenTypes().tables({"planted": sinks_by_token(two_rows())})
     tokens = tables["tokens"].set_index("id")
     assert tokens["count"].to_dict() == {6: 2, 1: 1, 5: 1}
     row = tokens.loc[6, ["estimate", "position_frequency", "enrichment"]].astype(float)

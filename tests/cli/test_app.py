@@ -237,8 +237,7 @@ def test_an_interrupt_leaves_no_partial_file_and_exits_with_code_130(tmp_path, n
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors.decode()[-500:]
     assert b"interrupted" in errors
-    left = {file.name for file in out.iterdir()}
-    assert left <= {"tiny-llada.sinks.nc", "tiny-llama.sinks.nc"}
+    assert {file.name for file in out.iterdir()} <= {"tiny-llada.sinks.nc", "tiny-llama.sinks.nc"}
     assert SinkTrack.open(out / "tiny-llada.sinks.nc").steps == 24
 
 

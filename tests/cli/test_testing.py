@@ -296,8 +296,7 @@ def test_a_missing_result_is_no_verdict():
 def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, tmp_path):
     plan = Plan("c", "tiny-llada", 2, 0.1, kind="digit")
     prompts = [problem.prompt for problem in held_out(2)]
-    study = PlannedTest(plan=plan, settings={"gen_length": 6, "steps": 6})
-    found = study.run(tiny_llada, prompts, tmp_path)
+    found = PlannedTest(plan=plan, settings={"gen_length": 6, "steps": 6}).run(tiny_llada, prompts, tmp_path)
     masks = found.measured["tiny-llada"]
     assert masks["pick"].values.tolist() == list(PICKS)
     assert (masks["cost"].sel(pick="nothing") == 0).all()

@@ -15,8 +15,7 @@ from sinklens.views import report, terminal
 def test_a_run_has_a_page_a_file_and_a_line_per_step(worded, tmp_path, cached):
     model = worded("sdar")
     run = sinklens.generate(model, PADDED, gen_length=10, use_cache=cached, stop=False)
-    page = report(run, tmp_path / "page.html").read_text()
-    assert "w33" in page
+    assert "w33" in report(run, tmp_path / "page.html").read_text()
     saved = SinkTrack.open(run.sinks.save(tmp_path / "sinks.nc"))
     assert saved.data["score"].equals(run.sinks.data["score"])
     assert saved.data.attrs["block_length"] == 4

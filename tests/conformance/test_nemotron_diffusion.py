@@ -147,8 +147,7 @@ def test_a_drafted_end_token_does_not_end_the_draft(reference):
 
 
 def test_an_edited_accepted_length_moves_the_next_block(reference):
-    one = [("denoise.hook_accepted_length", lambda value, hook: value * 0 + 1)]
-    run = repeat(reference, 8, hooks=one)
+    run = repeat(reference, 8, hooks=[("denoise.hook_accepted_length", lambda value, hook: value * 0 + 1)])
     starts = [block.start for block in run.step_blocks if block]
     assert starts == list(range(10, 10 + len(starts)))
     assert torch.equal(run.tokens[:, :36], repeat(reference, 8).tokens[:, :36])

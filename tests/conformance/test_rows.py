@@ -166,8 +166,7 @@ def test_masked_sinks_are_exact(conformance, name, same_step):
             _, plain = model.run_with_cache(run.canvas[:, step], names_filter=at, **time)
         strongest = (plain[at] if same_step else seen[at, step - 1]).sum(2).argmax(-1)
         left = plain[at].scatter(-1, strongest[:, :, None, None].expand(-1, -1, plain[at].shape[2], 1), 0.0)
-        expected = (left / left.sum(-1, keepdim=True)).nan_to_num(0.0)
-        assert largest_difference(seen[at, step], expected) < 1e-5
+        assert largest_difference(seen[at, step], (left / left.sum(-1, keepdim=True)).nan_to_num(0.0)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,7 @@ def test_a_sliding_window_is_a_cache_that_drops_blocks_and_rotates_again(bd3lm, 
         logits, held = through_cache(dit, masked[:, first : first + size], held)
         held = {layer: qkv[:, size:] if qkv.shape[1] == context else qkv for layer, qkv in held.items()}
     torch.testing.assert_close(seen[0][:, 28:], logits, atol=1e-3, rtol=1e-4)
-    score = run.sinks["score"].to_numpy()[0, 0]
-    assert np.isfinite(score).all()
+    assert np.isfinite(run.sinks["score"].to_numpy()[0, 0]).all()
 
 
 @torch.no_grad()
@@ -179,8 +178,7 @@ def test_texts_stop_by_the_published_rule(conformance, number):
     folder = open_folder(conformance / "bd3lm-owt")
     expected = folder.facts["stop"][number]
     text = folder.tensors[f"stop.{expected['canvas']}"][0].long()
-    found = bd3lm_owt.stop(text, (161,), expected["var_length"])
-    assert found == (expected["stop"], expected["kept"])
+    assert bd3lm_owt.stop(text, (161,), expected["var_length"]) == (expected["stop"], expected["kept"])
 
 
 def test_a_row_ends_at_its_second_end_token_or_where_it_repeats(bd3lm, monkeypatch):

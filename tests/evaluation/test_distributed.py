@@ -134,8 +134,7 @@ class Noting(Intervention):
     folder: str
 
     def pairs(self, model, run):
-        place = f"{os.getpid()} {torch.get_num_threads()} {model.cfg.device.type}"
-        (Path(self.folder) / place).touch()
+        (Path(self.folder) / f"{os.getpid()} {torch.get_num_threads()} {model.cfg.device.type}").touch()
         return []
 
 

@@ -39,8 +39,7 @@ def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
     assert (plan.parameters, plan.weights) == (parameters, 4 * parameters)
     assert plan.track == 4 * 4 * (cfg.n_layers * cfg.n_heads * length * 4 + 6 * length)
     run = sinklens.generate(tiny_llada, [list(range(10, 30))] * 4, progress=False, **GIVEN)
-    recorded = sum(run.sinks[name].nbytes for name in ("score", "token_id", "masked", "committed"))
-    assert plan.track == recorded
+    assert plan.track == sum(run.sinks[name].nbytes for name in ("score", "token_id", "masked", "committed"))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,7 @@ def test_keys_are_those_of_the_positions_that_are_cached(tiny_llama):
 
 
 def test_cards_and_batches_follow_from_the_bytes(plan):
-    memory = (plan.weights / 2 + plan.step) / 0.9 + 1
-    assert plan.cards(memory) == 2
+    assert plan.cards((plan.weights / 2 + plan.step) / 0.9 + 1) == 2
     assert plan.cards(plan.device_bytes / 0.9 + 1) == 1
     assert plan.cards(plan.step / 0.9) == 0
     batch = plan.largest_batch(2 * plan.device_bytes)
@@ -254,5 +252,4 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path, 
     found = plan_run(
         source, batch_size=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings
     )
-    taken = peak_of(name, SIZES, batch, prompt, watch, settings)
-    assert found.working == pytest.approx(taken, rel=0.1)
+    assert found.working == pytest.approx(peak_of(name, SIZES, batch, prompt, watch, settings), rel=0.1)

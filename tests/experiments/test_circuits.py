@@ -183,8 +183,7 @@ def test_a_folder_lists_its_graphs_once(tmp_path):
     listed = json.loads((tmp_path / "graphs" / "graph-metadata.json").read_text())
     assert [entry["slug"] for entry in listed["graphs"]] == ["b", "a"]
     assert path == tmp_path / "graphs" / "a.json"
-    wanted = Circuit.strongest(-2 * small(), share=1.0).to_graph(slug="a")
-    assert json.loads(path.read_text()) == wanted
+    assert json.loads(path.read_text()) == Circuit.strongest(-2 * small(), share=1.0).to_graph(slug="a")
     (tmp_path / "graphs" / "graph-metadata.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"graph-metadata\.json lists no graphs"):
         circuit.save_graph(tmp_path / "graphs", step=4)

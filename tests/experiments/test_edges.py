@@ -89,8 +89,7 @@ def test_gradients_along_the_path_rank_the_edges_of_a_trained_model_as_path_patc
         "receivers": [f"L1H{head}.{letter}" for head in range(6) for letter in "qkv"],
     }
     asked = tiny_llada, run.canvas[:, 20], other, metric
-    truth = path_patching_effects(*asked, **labels)
-    score = agreement(edge_attribution(*asked, ig_steps=8), truth)["effect"]
+    score = agreement(edge_attribution(*asked, ig_steps=8), path_patching_effects(*asked, **labels))["effect"]
     assert score.rank_correlation > 0.8
     assert score.places == 108
 

@@ -180,8 +180,7 @@ def test_streams_of_a_cached_token_are_those_of_the_step_that_computed_it(models
     run = generated(model, ["w5 w6 w7 w8"], hooks=[double, lens], use_cache=True)
     data, plain = lens.read(run).entropy.sel(layer=0), logit_lens(model, run).entropy.sel(layer=0)
     for step in (1, 2, 5):
-        changed = abs(data - plain).sel(step=step).fillna(0).values > 1e-3
-        assert changed.nonzero()[0].tolist() == [5]
+        assert (abs(data - plain).sel(step=step).fillna(0).values > 1e-3).nonzero()[0].tolist() == [5]
     assert not (abs(data - plain).sel(step=0) > 1e-3).any()
 
 

@@ -212,8 +212,7 @@ def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
 
     found = sweep(model, PROMPTS, {"heads": hooks}, metric=masks, **SHORT)["metric"][0]
     undecided = (run.undecided & run.real[:, None])[:, :-1]
-    expected = undecided.sum(dim=2) * 100 + run.canvas[:, :-1, 3:].amax(dim=2)
-    assert found.values.tolist() == expected.tolist()
+    assert found.values.tolist() == (undecided.sum(dim=2) * 100 + run.canvas[:, :-1, 3:].amax(dim=2)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def test_a_position_settles_after_its_last_other_prediction():
     assert settling_steps(found).values.tolist() == [[0, 1, 2]]  # the first was decided before it changed
     late = found.assign(final_token=(("batch", "pos"), [[1, 9, 3]]))  # the sampler drew another token
     assert settling_steps(late).values.tolist() == [[0, 4, 2]]
-    prompt = found.assign(answer=("pos", [False, True, True]))
-    assert settling_steps(prompt).values.tolist() == [[-1, 1, 2]]
+    assert settling_steps(found.assign(answer=("pos", [False, True, True]))).values.tolist() == [[-1, 1, 2]]
 
 
 class Words:
@@ -81,8 +80,7 @@ def test_a_guess_fills_undecided_positions_and_ends_at_the_end_token():
 
 
 def test_an_answer_emerges_where_its_guess_is_first_right_and_where_it_stays_so():
-    tokens = [[1, 2], [1, 3], [1, 2], [1, 2]]
-    found = by_hand(tokens, decided=[3, 3])
+    found = by_hand([[1, 2], [1, 3], [1, 2], [1, 2]], decided=[3, 3])
     known = answer_emergence(Words(found), found, lambda row, text: text == "1 2")
     assert known["right"].values.tolist() == [[True, False, True, True]]
     assert (known["first"].item(), known["stable"].item(), known["final"].item()) == (0.0, 0.5, True)

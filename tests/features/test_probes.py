@@ -102,8 +102,7 @@ def test_what_is_removed_cannot_be_read_and_the_rest_stays(worded):
     assert basis.shape == (2, D)
     before, after = streams(worded(), probe.remove())
     torch.testing.assert_close(after, before - before @ basis.T @ basis, rtol=1e-3, atol=1e-4)
-    outputs = probe.outputs(after.numpy())
-    np.testing.assert_allclose(np.ptp(outputs - probe.bias, axis=1), 0, atol=1e-3)
+    np.testing.assert_allclose(np.ptp(probe.outputs(after.numpy()) - probe.bias, axis=1), 0, atol=1e-3)
 
 
 def test_a_random_probe_keeps_lengths_and_angles_but_not_directions():

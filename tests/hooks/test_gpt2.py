@@ -109,8 +109,7 @@ def test_a_direct_path_is_what_the_changed_stream_gives(model, ids):
     _, kept = model.run_with_cache(clean)
     _, base = model.run_with_cache(corrupted)
     change = kept["blocks.0.attn.hook_result"][:, :, 1] - base["blocks.0.attn.hook_result"][:, :, 1]
-    stream = base[f"blocks.{SIZES['n_layer'] - 1}.hook_resid_post"]
-    logits = model.tree.head(model.ln_final(stream + change))
+    logits = model.tree.head(model.ln_final(base[f"blocks.{SIZES['n_layer'] - 1}.hook_resid_post"] + change))
     moved = float(logits[0, -1, 5]) - float(model(corrupted)[0, -1, 5])
     assert float(found["effect"].squeeze()) == pytest.approx(moved, abs=1e-3)
 

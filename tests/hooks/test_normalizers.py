@@ -38,8 +38,7 @@ def passed(model, ids, real=None, edit=None, points=("hook_attn_scores", "hook_p
     ],
 )
 def test_weights_of_three_scores_equal_the_formula(normalizer, expected):
-    scores = torch.tensor([[[[1.0, 0.0, -math.inf]]]])
-    found = NORMALIZERS[normalizer](scores, torch.tensor([[[[3]]]]))
+    found = NORMALIZERS[normalizer](torch.tensor([[[[1.0, 0.0, -math.inf]]]]), torch.tensor([[[[3]]]]))
     torch.testing.assert_close(found, torch.tensor([[[expected]]]))
 
 

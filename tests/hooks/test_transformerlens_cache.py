@@ -285,8 +285,7 @@ def test_a_pass_starts_at_a_layer_from_the_stream_that_enters_it(architecture, s
     model, ids = shared_model(architecture, causal=True), random_ids()
     plain, layer = plain_pass(model, ids), start % 3
     stream = torch.randn_like(plain.values["hook_embed"])
-    entering = {f"blocks.{layer}.hook_resid_pre": lambda _: stream}
-    expected = plain_pass(model, ids, edits=entering)
+    expected = plain_pass(model, ids, edits={f"blocks.{layer}.hook_resid_pre": lambda _: stream})
     logits, cache = model.run_with_cache(stream, start_at_layer=start)
     close(logits, expected.logits)
     names = list(expected.values)

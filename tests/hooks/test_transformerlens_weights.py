@@ -79,8 +79,7 @@ def test_composition_scores_are_the_ratio_of_norms(model, mode):
     ov, qk = model.OV.AB, model.QK.AB
     for left, right in [((0, 1), (1, 4)), ((0, 5), (2, 0)), ((1, 2), (2, 3))]:
         read = {"Q": qk[right], "K": qk[right].T, "V": ov[right]}[mode]
-        expected = (ov[left] @ read).norm() / (ov[left].norm() * read.norm())
-        close(scores[(*left, *right)], expected)
+        close(scores[(*left, *right)], (ov[left] @ read).norm() / (ov[left].norm() * read.norm()))
     assert (scores[1, :, :2] == 0).all()
 
 
@@ -120,8 +119,7 @@ def test_attributions_of_all_components_add_up_to_the_logits(make):
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("expand", [True, False])
 def test_heads_neurons_embedding_and_biases_add_up_to_the_stream(make, layer, expand):
-    model = make()
-    cache = model.run_with_cache(random_ids())[1]
+    cache = make().run_with_cache(random_ids())[1]
     stack, labels = cache.get_full_resid_decomposition(layer, expand_neurons=expand, return_labels=True)
     neurons = (
         [f"L{one}N{n}" for one in range(layer) for n in range(40)] if expand else [f"{n}_mlp_out" for n in range(layer)]

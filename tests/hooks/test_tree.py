@@ -50,8 +50,7 @@ def everything(name: str) -> bool:
 @pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
 def test_every_point_is_reached_once_in_the_order_of_hook_names(architecture, causal):
     model, passed = shared_model(architecture, causal), []
-    hooks = [(everything, lambda value, hook: passed.append(hook.name))]
-    model.run_with_hooks(random_ids(), fwd_hooks=hooks)
+    model.run_with_hooks(random_ids(), fwd_hooks=[(everything, lambda value, hook: passed.append(hook.name))])
     assert passed == in_a_pass(model) == list(plain_pass(model, random_ids()).values)
 
 

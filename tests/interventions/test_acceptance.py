@@ -52,8 +52,7 @@ def strongest_two(score):
     """The two strongest keys of every head in one step, as a mask over positions: the union over layers and heads."""
     found = np.zeros((2, LENGTH), dtype=bool)
     for row, layer, head in np.ndindex(2, LAYERS, HEADS):
-        known = np.nan_to_num(score[row, layer, head], nan=-1.0)
-        found[row, np.argsort(-known, kind="stable")[:2]] = True
+        found[row, np.argsort(-np.nan_to_num(score[row, layer, head], nan=-1.0), kind="stable")[:2]] = True
     return found
 
 

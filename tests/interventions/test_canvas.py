@@ -141,8 +141,7 @@ def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
     settings = {"gen_length": 4, "record_sinks": True}
     for model in (tiny_llada, tiny_llama):
         run = sinklens.generate(model, "Question: Tom has 2 apples.", hooks=SinkToken(), **settings)
-        start = model.special_tokens["start"] or model.special_tokens["end"]
-        assert run.tokens[0, 0] == start[0]
+        assert run.tokens[0, 0] == (model.special_tokens["start"] or model.special_tokens["end"])[0]
         assert run.sinks.data.sizes["pos"] == run.prompt_length + 4
 
 

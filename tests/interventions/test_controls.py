@@ -113,8 +113,7 @@ def test_control_keys_are_those_of_a_loop(name):
     found, scores = choose(**given)
     for layer, row, head in places():
         assert found[layer][row][head] == sorted(expected(scores[layer][row, head], layer, row, head))
-    numbers = {len(found[layer][row][head]) for layer, row, head in places()}
-    assert numbers == {given.get("top_k", 2)}
+    assert {len(found[layer][row][head]) for layer, row, head in places()} == {given.get("top_k", 2)}
 
 
 def test_keys_of_the_same_mass_are_no_sinks_and_match_the_strongest_of_their_layer():
@@ -159,8 +158,7 @@ def test_keys_of_the_same_kind_match_the_kinds_of_the_strongest(tiny_llada):
 @pytest.mark.parametrize("pick", ["random", "nearest"])
 def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_keys(pick):
     """The strongest key that is not a sink may be preceded by sinks, which no control may take."""
-    detector = EpsilonOverMean(0.4, unit="sum")
-    below = StrongestKeys(k=12, part="other", sink=detector)
+    below = StrongestKeys(k=12, part="other", sink=EpsilonOverMean(0.4, unit="sum"))
     found, scores = choose(top_k=None, detector=below, pick=pick)
     for layer, row, head in places():
         assert not found[layer][row][head], "every weaker key is taken already"
@@ -210,8 +208,7 @@ def test_the_strongest_or_weakest_keys_are_taken_the_first_of_ties_and_never_pad
 @pytest.mark.parametrize("pick", ["strongest", "weakest", "random_any"])
 def test_no_key_is_taken_from_an_all_zero_head(pick):
     scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
-    real = torch.ones(1, 3, dtype=torch.bool)
-    found = taken({0: scores}, real, top_k=2, pick=pick)
+    found = taken({0: scores}, torch.ones(1, 3, dtype=torch.bool), top_k=2, pick=pick)
     assert found.sum(dim=-1).tolist() == [[[0, 2]]]
 
 

@@ -42,8 +42,7 @@ def test_each_layer_can_have_a_key_of_its_own(worded, causal):
         for name, pattern in values.items():
             torch.testing.assert_close(runs[1].values[step][name], pattern, rtol=0, atol=0)
             for layer, key in own.items():
-                hides = name == f"blocks.{layer}.attn.hook_pattern"
-                assert hides == (not pattern[..., key].any())
+                assert (name == f"blocks.{layer}.attn.hook_pattern") == (not pattern[..., key].any())
 
 
 HELD = [

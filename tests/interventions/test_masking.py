@@ -291,8 +291,7 @@ def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_lla
 @pytest.mark.parametrize("unit", ["visible", "fraction"])
 def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama, unit):
     """Keys with a fifth of the newest token's attention more than the mean of the others, from the patterns."""
-    detector = EpsilonOverMean(epsilon=0.2, unit=unit)
-    masking = MaskSinks(top_k=None, detector=detector)
+    masking = MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=0.2, unit=unit))
     watched = watch(tiny_llama, PROMPT, [masking], ["hook_pattern", "hook_attn_mask"], gen_length=6)
     count = 0
     for step in range(1, watched.run.steps_run):

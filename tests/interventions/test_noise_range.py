@@ -26,8 +26,7 @@ def changed(model, where, **settings):
 def test_it_acts_where_the_share_of_undecided_positions_is_in_the_range(worded, least, most):
     places, run = changed(worded(), AtNoise(least, most))
     share = run.undecided[:, :-1].sum(dim=2) / 8
-    expected = ((share >= least) & (share <= most))[:, :, None] & run.real[:, None]
-    assert torch.equal(places, expected)
+    assert torch.equal(places, ((share >= least) & (share <= most))[:, :, None] & run.real[:, None])
     assert 0 < int(places.sum()) < places.numel()
 
 

@@ -73,8 +73,7 @@ def test_a_row_that_the_source_lacks_at_a_step_is_unchanged(model, causal, setti
     together = ignored(model, PADDED, kind(top_k=2, source=SinkTrack.concat(tracks)), settings)
     for row, (prompt, track) in enumerate(zip(PADDED, tracks, strict=True)):
         alone = ignored(model, [prompt], kind(top_k=2, source=track), settings)
-        of_row = {(step, 0, *rest) for step, of, *rest in together if of == row}
-        assert of_row == alone
+        assert {(step, 0, *rest) for step, of, *rest in together if of == row} == alone
         assert {step for step, *_ in alone} == ({1, 2} if row == short else set(range(1, 5 if causal else 4)))
 
 
@@ -93,8 +92,7 @@ def ignored(model, prompts, intervention, settings):
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(model):
-    masking = MaskSinks(top_k=2, same_step=True)
-    watched = watch(model, PADDED, [masking], ["hook_pattern", "hook_logits"])
+    watched = watch(model, PADDED, [MaskSinks(top_k=2, same_step=True)], ["hook_pattern", "hook_logits"])
 
     def edits(step):
         scores = stacked(again(watched.run, step), "hook_sink_scores")

@@ -183,8 +183,7 @@ def test_several_runs_add_up_and_conditioned_matrices_have_norms(model):
     runs = [sinklens.generate(model, prompt, **short(model, {})) for prompt in PADDED]
     one, other, both = input_norms(runs[0]), input_norms(runs[1]), input_norms(runs)
     torch.testing.assert_close(both.values[MLP] ** 2, one.values[MLP] ** 2 + other.values[MLP] ** 2)
-    timed = random_dit("sedd")
-    run = sinklens.generate(timed, [[1, 2, 3]], gen_length=4, steps=2, progress=False)
+    run = sinklens.generate(random_dit("sedd"), [[1, 2, 3]], gen_length=4, steps=2, progress=False)
     found = input_norms(run)
     assert len(found.values) == 14
     assert found.values["model.layers.1.modulation.weight"].shape == (6,)

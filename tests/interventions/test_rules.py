@@ -24,8 +24,7 @@ def chosen_in(model, where, intervention=AblateHeads, **settings):
     run = watch(model, PADDED, [intervention(where=where)], [], record_sinks=True, **settings).run
     (choice,) = run.chosen
     steps = choice.places.isel(step=slice(run.steps_run)).to_numpy()
-    shape = (len(run.real), run.steps_run, 3, 6, run.real.shape[1])
-    return np.broadcast_to(steps, shape), run
+    return np.broadcast_to(steps, (len(run.real), run.steps_run, 3, 6, run.real.shape[1])), run
 
 
 def strongest(run, number):
@@ -78,8 +77,7 @@ class EveryThird(Rule):
     """Every third position of the canvas, from the step's number on."""
 
     def at(self, now):
-        positions = torch.arange(now.canvas.ids.shape[1])
-        return (positions % 3 == now.step % 3)[None, None, None]
+        return (torch.arange(now.canvas.ids.shape[1]) % 3 == now.step % 3)[None, None, None]
 
 
 @pytest.mark.fast_cases(1)

@@ -28,8 +28,7 @@ def tried(client, run: str, **body) -> list[dict]:
 
 @pytest.mark.fast_cases(1)
 def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
-    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
-    found = tried(client, run, by="mean", layer=3)
+    found = tried(client, client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"], by="mean", layer=3)
     assert [(entry["layer"], entry["head"]) for entry in found] == [(3, head) for head in range(6)]
     for entry in found[:3]:
         ablation = AblateHeads(layers=[3], heads=[entry["head"]], by="mean")

@@ -347,8 +347,7 @@ def test_a_killed_lab_comes_back_with_its_finished_runs(tmp_path):
         client = Client(*link)
         assert [entry["id"] for entry in client.get("/api/session")["runs"]] == [run]
         assert client.get(f"/api/runs/{run}") == json.loads(json.dumps(done))
-        replayed = client.run(prompt=PROMPT, settings={"gen_length": 4}, replay=run)
-        assert replayed["canvas"] == done["canvas"]
+        assert client.run(prompt=PROMPT, settings={"gen_length": 4}, replay=run)["canvas"] == done["canvas"]
         assert client.get(f"/api/runs/{run}/pattern", step=1, layer=0)["shape"] == [6, 28, 28]
         client.close()
     finally:

@@ -58,8 +58,7 @@ def test_a_kept_run_has_the_passes_of_its_steps(model, run):
 
 
 def test_a_page_of_the_run_names_the_pass_of_each_step(run, tiny_llada):
-    numbers = Numbers(run.sinks, run.canvas[0].numpy())
-    assert numbers.info([0, 2])["modes"] == [run.modes[0], run.modes[2]]
+    assert Numbers(run.sinks, run.canvas[0].numpy()).info([0, 2])["modes"] == [run.modes[0], run.modes[2]]
     other = sinklens.generate(tiny_llada, "Hi", gen_length=2, steps=2)
     assert "modes" not in Numbers(other.sinks, other.canvas[0].numpy()).info([0])
 

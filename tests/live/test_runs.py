@@ -116,8 +116,7 @@ def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
 
 
 def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, base, base_id):
-    hooks = MaskSinks(top_k=10)
-    expected = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base, **SHORT)
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=MaskSinks(top_k=10), replay=base, **SHORT)
     chips = [{"kind": "mask_sinks", "top_k": 10}]
     found = client.run(prompt=PROMPT, settings=SHORT, chips=chips, replay=base_id)
     assert found["canvas"] == base.canvas[0].tolist()
@@ -159,8 +158,7 @@ def test_a_problem_brings_its_prompt_and_the_verdict(client, tiny_llada):
     found = client.run(problem=given)
     assert found["spec"]["prompt"] == sample.prompt
     assert found["right"] == task.verdict(sample, sinklens.generate(tiny_llada, sample.prompt).text)
-    ids = tiny_llada.encode(sample.prompt).ids[0].tolist()
-    assert client.run(ids=ids)["canvas"] == found["canvas"]
+    assert client.run(ids=tiny_llada.encode(sample.prompt).ids[0].tolist())["canvas"] == found["canvas"]
 
 
 @pytest.mark.fast_cases(1)
@@ -337,8 +335,7 @@ def test_a_run_under_a_cache_policy_equals_that_of_generate_and_reads_what_its_s
     client.ended(run)
     expected = sinklens.generate(tiny_llada, PROMPT, cache="dual", progress=False, **settings)
     assert client.get(f"/api/runs/{run}")["canvas"] == expected.canvas[0].tolist()
-    pattern = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=0))
-    computed = ~np.isnan(pattern).any(axis=(0, 2))
+    computed = ~np.isnan(unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=0))).any(axis=(0, 2))
     assert computed.nonzero()[0].tolist() == list(range(expected.prompt_length, expected.prompt_length + 4))
     assert "cache='dual'" in client.http.get(f"/api/runs/{run}/python").text
     refused = client.http.get(f"/api/runs/{run}/lens", params={"pos": expected.prompt_length})

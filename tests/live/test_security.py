@@ -273,8 +273,7 @@ def test_hostile_texts_survive_as_data(client, lab):
     assert ids["spec"]["prompt"] == HOSTILE
     run = ids["summary"]["id"]
     assert next(one for one in client.get("/api/session")["runs"] if one["id"] == run)["prompt"] == HOSTILE[:200]
-    answer = client.http.get(f"/api/runs/{run}")
-    assert answer.headers["content-type"] == "application/json"
+    assert client.http.get(f"/api/runs/{run}").headers["content-type"] == "application/json"
     compile(client.http.get(f"/api/runs/{run}/python").text, "script", "exec")
     page = client.http.get(f"/api/runs/{run}/page")
     assert "<script>alert(1)" not in page.text
@@ -408,5 +407,4 @@ def test_a_port_in_use_is_refused(lab):
 
 def test_a_websocket_is_refused(entered, lab):
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x"}
-    answer = entered.get("/api/events", headers=upgrade | {"Origin": "http://evil.example"})
-    assert answer.status_code == 403
+    assert entered.get("/api/events", headers=upgrade | {"Origin": "http://evil.example"}).status_code == 403

@@ -56,8 +56,7 @@ def both(request):
 def test_predictions_and_their_certainty_are_those_of_the_weights(both):
     run, found, hand = both
     for row, (values, text) in enumerate(hand):
-        length = values["token"].shape[1]
-        own = found.isel(batch=row, pos=slice(-length, None))
+        own = found.isel(batch=row, pos=slice(-values["token"].shape[1], None))
         assert run.text[row] == text
         for name in ("probability", "gap", "entropy"):
             np.testing.assert_allclose(own[name], values[name], atol=2e-5)

@@ -130,12 +130,10 @@ def test_replay_forces_the_earlier_canvas_and_isolates_the_effect_of_each_step(t
         ("blocks.3.hook_resid_post", break_it),
         ("denoise.hook_logits", lambda value, hook: logits.append(value)),
     ]
-    run = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base)
-    assert torch.equal(run.canvas, base.canvas)
+    assert torch.equal(sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base).canvas, base.canvas)
     alone = tiny_llada.run_with_hooks(base.canvas[:, 9], fwd_hooks=hooks[:1])
     torch.testing.assert_close(logits[9], alone, atol=1e-5, rtol=1e-5)
-    free = sinklens.generate(tiny_llada, PROMPT, hooks=hooks[:1])
-    assert not torch.equal(free.canvas, base.canvas)
+    assert not torch.equal(sinklens.generate(tiny_llada, PROMPT, hooks=hooks[:1]).canvas, base.canvas)
 
 
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])

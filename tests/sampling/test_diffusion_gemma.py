@@ -213,8 +213,7 @@ def test_a_canvas_is_patched_and_frozen_at_its_positions(gemma, prompt):
     assert torch.equal(own.canvas, base.canvas)
     seen: dict[int, Tensor] = {}
     keep = ("blocks.2.attn.hook_z", lambda value, hook: seen.update({hook.step: value.clone()}))
-    source = {1: kept.caches[0]}
-    patch = PatchHooks(source=source, names="blocks.2.attn.hook_z", positions=[11])
+    patch = PatchHooks(source={1: kept.caches[0]}, names="blocks.2.attn.hook_z", positions=[11])
     sinklens.generate(gemma, prompt, replay=base, hooks=[patch, keep], **SLOW)
     changed = (seen[1] != kept.caches[1]["blocks.2.attn.hook_z"]).flatten(2).any(dim=2)
     assert changed.nonzero()[:, 1].unique().tolist() == [11 - 9]

@@ -81,5 +81,4 @@ def test_the_lab_lists_the_proposals_of_a_step(kind, model):
             found = reading.proposals(spec, outcome, model, step)
             assert sorted(found) == outcome.undecided[step].nonzero()[0].tolist()
             assert all(len(entry["proposals"]) == reading.LISTED for entry in found.values())
-    again = repeat(spec, model, outcome)
-    assert torch.equal(again.canvas[0], torch.from_numpy(outcome.canvas.astype(int)))
+    assert torch.equal(repeat(spec, model, outcome).canvas[0], torch.from_numpy(outcome.canvas.astype(int)))

@@ -73,8 +73,7 @@ def run_under(policy, model, name, **more):
 
     ends = ("hook_fresh", "hook_pattern", "hook_logits", "hook_sink_scores", "attn.hook_k", "attn.hook_v")
     hooks = [(lambda point: point.endswith(ends), keep), *more.pop("hooks", [])]
-    run = sinklens.generate(model, PROMPTS, cache=policy, hooks=hooks, **SETTINGS[name], **more)
-    return run, seen
+    return sinklens.generate(model, PROMPTS, cache=policy, hooks=hooks, **SETTINGS[name], **more), seen
 
 
 class Plain:
@@ -222,8 +221,7 @@ def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(model):
     for layer in range(model.cfg.n_layers):
         for row in range(2):
             strongest = {int(scores[row, 0, layer, head].argmax()) for head in range(model.cfg.n_heads)}
-            outside = set(fresh[row, 1, layer].nonzero()[0].tolist()) - set(block)
-            assert outside <= strongest
+            assert set(fresh[row, 1, layer].nonzero()[0].tolist()) - set(block) <= strongest
     dropped, _ = run_under(~KeepSinks(TopK(1), others="gone"), model, "llama")
     hidden = (dropped.sinks["staleness"].to_numpy()[:, 1] < 0) & dropped.real.numpy()[:, None]
     top = dropped.sinks["score"].to_numpy()[:, 0].argmax(-1)  # [batch, layer, head]
@@ -290,8 +288,7 @@ def test_hooks_blocks_masks_and_replays_work_under_a_policy(model):
     run, seen = run_under(DualCache(), model, "llama", hooks=hooks, replay=exact)
     assert torch.equal(run.canvas, exact.canvas)
     scores = {step: seen["blocks.2.attn.hook_sink_scores"][step] for step in range(3)}
-    strongest = scores[1].argmax(-1)
-    assert (scores[2].gather(-1, strongest[..., None]) == 0).all()
+    assert (scores[2].gather(-1, scores[1].argmax(-1)[..., None]) == 0).all()
     with sinklens.trace(model, PROMPTS[0], cache=DualCache(), **SETTINGS["llama"]) as t:
         for step in t.steps:
             fresh = t["blocks.1.attn.hook_fresh"].clone()
@@ -314,8 +311,7 @@ def test_freshness_and_staleness_are_recorded(worded):
         assert (staleness[:, step] == np.where(real, expected, -1)).all()
         assert (fresh[:, step] == ((expected == 0) & real)).all()
     assert run.sinks.data.attrs["cache"] == "DualCache()"
-    percent = run.sinks.scores("percent").sum("pos").to_numpy()
-    assert percent == pytest.approx(100, abs=1e-2)
+    assert run.sinks.scores("percent").sum("pos").to_numpy() == pytest.approx(100, abs=1e-2)
     assert ((run.sinks["stream_peak"].notnull()).to_numpy()[:, 1, 0].sum(-1) == [6, 6]).all()
 
 
@@ -438,5 +434,4 @@ def test_a_mean_value_is_that_of_the_keys_that_are_not_hidden(worded):
     value = value.repeat_interleave(len(pattern) // value.shape[1], dim=1)
     changed = value.clone()
     changed[:start] = value[visible].mean(dim=0)
-    expected = torch.einsum("hqk,khd->qhd", pattern, changed)
-    assert torch.allclose(seen[step][0], expected, atol=1e-5)
+    assert torch.allclose(seen[step][0], torch.einsum("hqk,khd->qhd", pattern, changed), atol=1e-5)

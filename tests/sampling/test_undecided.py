@@ -73,15 +73,12 @@ def test_the_result_and_the_track_go_by_the_marks_and_not_by_the_mask_token(tiny
 def test_a_replay_forces_the_marks_too(tiny_llada):
     base = run_of(tiny_llada)
     nothing = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
-    again = run_of(tiny_llada, replay=base, hooks=nothing)
-    assert torch.equal(again.undecided, base.undecided)
-    free = run_of(tiny_llada, hooks=nothing)
-    assert free.answers[0].masks == 3
+    assert torch.equal(run_of(tiny_llada, replay=base, hooks=nothing).undecided, base.undecided)
+    assert run_of(tiny_llada, hooks=nothing).answers[0].masks == 3
 
 
 def test_masked_logits_and_comparisons_take_the_marked_positions(tiny_llada):
     lens = MaskedLogits()
     run_of(tiny_llada, hooks=[lens])
     assert [len(lens.kept[step]) for step in range(4)] == [3, 2, 2, 1]
-    base = run_of(tiny_llada)
-    assert compare(base, run_of(tiny_llada))["changed_share"].to_numpy().tolist() == [0.0]
+    assert compare(run_of(tiny_llada), run_of(tiny_llada))["changed_share"].to_numpy().tolist() == [0.0]

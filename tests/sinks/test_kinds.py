@@ -221,8 +221,7 @@ def test_grouping_by_anything_but_kind_or_state_is_rejected(ask):
 
 
 def test_a_run_s_kinds_follow_its_canvas(tiny_llada):
-    prompts = [problem.prompt for problem in held_out(3)]
-    run = sinklens.generate(tiny_llada, prompts, gen_length=8)
+    run = sinklens.generate(tiny_llada, [problem.prompt for problem in held_out(3)], gen_length=8)
     codes, last = kinds(run.sinks).to_numpy(), run.canvas[:, run.steps_run - 1]
     assert (codes[~np.broadcast_to(run.real[:, None], codes.shape)] == Kind.MISSING).all()
     assert ((codes == Kind.MASK) == run.sinks.data["masked"].to_numpy()).all()

@@ -112,8 +112,7 @@ def test_only_values_recorded_on_padding_are_masked():
     track, _, there = made(False)
     needed = track.need("value_norm", "stream_channel", "stream_median")
     for name in ("value_norm", "stream_channel"):
-        extra = needed[name].ndim - 3
-        shown = there.reshape(2, 3, *[1] * extra, LENGTH)
+        shown = there.reshape(2, 3, *[1] * (needed[name].ndim - 3), LENGTH)
         np.testing.assert_array_equal(needed[name], np.where(shown, track.data[name], np.nan))
     np.testing.assert_array_equal(needed["stream_median"], track.data["stream_median"])
 

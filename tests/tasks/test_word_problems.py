@@ -25,8 +25,7 @@ def test_every_worked_step_is_correct_arithmetic_and_the_last_line_is_the_result
             assert value == int(c), problem
         assert problem.answer.endswith(f"\n#### {steps[-1][3]}")
         assert problem.result == int(steps[-1][3]) >= 0
-        numbers = set(re.findall(r"\d+", problem.question))
-        assert {steps[0][0], steps[0][2]} <= numbers
+        assert {steps[0][0], steps[0][2]} <= set(re.findall(r"\d+", problem.question))
 
 
 def test_numbers_and_vocabulary_words_are_single_tokens(problems):

@@ -34,8 +34,7 @@ def test_each_noisy_block_gets_the_logits_of_the_clean_text_before_it_and_itself
     hf.set_attn_implementation(implementation)
     clean, noisy, _ = noisy_rows()
     with torch.no_grad():
-        given = doubled(clean, noisy, PROMPT, BLOCK)
-        found = doubled_logits(hf, given)
+        found = doubled_logits(hf, doubled(clean, noisy, PROMPT, BLOCK))
         assert found.shape[1] == 32  # of the 48 positions of the completed rows
         for number, start in enumerate(range(16, 48, BLOCK)):
             text = torch.cat([clean[:, :start], noisy[:, start : start + BLOCK]], dim=1)

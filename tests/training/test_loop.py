@@ -47,8 +47,7 @@ def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(small, t
     list(train(mixed, tmp_path / "further", save_every=2, keep_every=2))
     for key, value in weights(tmp_path / "complete").items():
         assert torch.equal(weights(tmp_path / "further")[key], value)
-    unmixed = replace(mixed, code=0, skills=0)
-    list(train(unmixed, tmp_path / "unmixed", save_every=2, keep_every=2))
+    list(train(replace(mixed, code=0, skills=0), tmp_path / "unmixed", save_every=2, keep_every=2))
     kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("complete", "unmixed")]
     equal = [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)]
     assert equal == [True, False]
@@ -110,9 +109,7 @@ def test_the_shipped_recipes_are_reproducible(name, losses):
 
 
 def test_masking_follows_t_and_spares_the_prompt_and_the_start_token():
-    ids = torch.full((800, 60), 9)
-    generator = torch.Generator().manual_seed(0)
-    noisy, masked, t = loop.corrupt(ids, 36, 1, generator)
+    noisy, masked, t = loop.corrupt(torch.full((800, 60), 9), 36, 1, torch.Generator().manual_seed(0))
     assert torch.equal(noisy == 1, masked)
     ordinary = torch.arange(800) % 8 != 0
     assert not masked[ordinary, :36].any()

@@ -104,6 +104,5 @@ def test_both_models_get_the_same_initial_weights_prompts_times_and_noisy_places
 def test_times_are_evenly_spaced_and_noise_has_the_probability_of_its_time():
     noise = draw_noise((400, 60), 50, torch.Generator().manual_seed(0))
     assert (noise.t[:, 0].diff() - 0.999 / 400).abs().max() < 1e-6
-    share = noise.replaced.float().mean(dim=1, keepdim=True)
-    assert (share - 0.999 * noise.t).abs().mean() < 0.06
+    assert (noise.replaced.float().mean(dim=1, keepdim=True) - 0.999 * noise.t).abs().mean() < 0.06
     assert torch.equal(noise.token.unique(), torch.arange(50))

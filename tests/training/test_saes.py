@@ -17,8 +17,7 @@ def planted(folder, prompts=40, each=200, d_in=16, size=24, scale=50.0):
     drawn = np.random.default_rng(3)
     directions = drawn.normal(size=(size, d_in))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    about = {"model": "planted", "points": [POINT], "prompts": prompts}
-    store = ActivationStore.begin(folder, about)
+    store = ActivationStore.begin(folder, {"model": "planted", "points": [POINT], "prompts": prompts})
     for prompt in range(prompts):
         which = np.stack([drawn.choice(size, 2, replace=False) for _ in range(each)])
         x = (directions[which] * drawn.uniform(1, 2, (each, 2, 1))).sum(axis=1) * scale + 3 * scale

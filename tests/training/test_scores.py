@@ -53,8 +53,7 @@ def test_exactly_the_tasks_of_the_recipe_are_scored(answering, tmp_path):
 def test_programs_run_only_on_request_and_count_if_their_tests_pass(answering, tmp_path):
     recipe = replace(RECIPES["tiny-llada"], code=1)
     answers = right_answers("tiny-code")
-    spoiled = next(iter(answers))
-    answering(answers | {spoiled: " return 12345"})
+    answering(answers | {next(iter(answers)): " return 12345"})
     assert [score.what for score in scores(recipe, tmp_path, limit=FIVE)] == ["word problems"]
     found = {score.what: score for score in scores(recipe, tmp_path, run_generated_code=True, limit=FIVE)}
     assert found["tiny-code"].accuracy == proportion(FIVE - 1, FIVE)

@@ -93,8 +93,7 @@ def test_paired_limits_are_tangos(lost, gained, total):
 def test_score_limits_of_two_values_are_wilsons_of_statsmodels(total):
     right = np.arange(total + 1)
     low, high = score_interval(np.stack([total - right, right], axis=-1), (0, 1))
-    expected = proportion_confint(right, total, method="wilson")
-    np.testing.assert_allclose([low, high], expected, atol=1e-9)
+    np.testing.assert_allclose([low, high], proportion_confint(right, total, method="wilson"), atol=1e-9)
 
 
 def test_limits_are_where_the_best_distribution_with_that_mean_is_just_rejected():

@@ -23,8 +23,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         ):
             require_writable(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
-    full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(SinklensError, match="No space left on device"):
         require_writable(tmp_path)
 

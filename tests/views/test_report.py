@@ -122,14 +122,12 @@ def test_numbers_are_those_of_the_track(padded):
     assert (numbers.path[:, 1:5] + first).tolist() == np.nanargmax(means, axis=-1).tolist()
     assert (numbers.path[:, 0] + first).tolist() == np.nanargmax(means.mean(axis=1), axis=-1).tolist()
     np.testing.assert_allclose(numbers.strength, scores.max("pos").mean("step")[0], rtol=1e-6)
-    found = track.detect().to_numpy()[0]
-    assert numbers.sink_heads.tolist() == found.sum(axis=(1, 2))[:, first:].tolist()
+    assert numbers.sink_heads.tolist() == track.detect().to_numpy()[0].sum(axis=(1, 2))[:, first:].tolist()
     assert numbers.most_moving(range(4)) == most_moving_head(padded.sinks, 0)
     assert numbers.layers_by_motion()[0] == numbers.most_moving(range(4))[0]
     given = planted()
     given.track.data["score"][0, 2, 1, 0] = 0.0  # a head without attention has no strongest key
-    path = Numbers(given.track, given.canvas).path
-    assert np.argwhere(path < 0).tolist() == [[2, 1 + 2 + 3]]
+    assert np.argwhere(Numbers(given.track, given.canvas).path < 0).tolist() == [[2, 1 + 2 + 3]]
 
 
 @pytest.mark.parametrize(("coarse", "dtype"), [(False, np.uint16), (True, np.uint8)])
@@ -209,8 +207,7 @@ def blind(pattern, hook):
 
 def test_recorded_patterns_are_the_default_and_the_page_of_a_changed_run_explains_missing_ones(tiny_llada):
     hooks, prompt = [("blocks.0.attn.hook_pattern", blind)], held_out(1)[0].prompt
-    changed = material(sinklens.generate(tiny_llada, prompt, hooks=hooks))
-    given = info_of(build(changed))
+    given = info_of(build(material(sinklens.generate(tiny_llada, prompt, hooks=hooks))))
     assert given["attention"]["places"] == []
     assert "hooks or the trace's block changed the run" in given["attention"]["why"]
     kept = sinklens.generate(tiny_llada, prompt, hooks=hooks, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
@@ -240,8 +237,7 @@ def test_layers_are_added_while_they_fit_starting_with_the_most_moving():
 
 def test_positions_are_merged_if_one_layer_does_not_fit_and_the_page_says_so():
     given = planted(steps=4, layers=1, heads=8, prompt=60, answer=60)
-    full = len(build(given))
-    text = build(given, budget_mb=(full - 250_000) / 1e6)
+    text = build(given, budget_mb=(len(build(given)) - 250_000) / 1e6)
     info = info_of(text)
     block = info["attention"]["block"]
     assert block > 1

@@ -30,8 +30,7 @@ def test_power_is_the_share_of_simulated_studies_that_mcnemars_test_finds(effect
 
 
 def test_the_smallest_effect_is_found_in_four_of_five_studies():
-    found = smallest_paired(80, 0.05, 0.05)
-    assert paired_power(found, 80, 0.05, 0.05) == pytest.approx(0.8, abs=0.01)
+    assert paired_power(smallest_paired(80, 0.05, 0.05), 80, 0.05, 0.05) == pytest.approx(0.8, abs=0.01)
     assert smallest_paired(5, 0.05 / 20) == math.inf
     values = np.random.default_rng(0).normal(smallest_mean(60, 2.0, 0.05), 2.0, size=(4000, 60))
     t = values.mean(1) / values.std(1, ddof=1) * math.sqrt(60)

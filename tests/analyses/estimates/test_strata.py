@@ -49,8 +49,7 @@ def test_a_correlation_within_strata_ignores_differences_between_them():
     found = correlation_within(x, y).found
     known = ~np.isnan(y)
     away = [np.where(known, part, np.nan) - np.nanmean(np.where(known, part, np.nan), axis=0) for part in (x, y)]
-    expected = np.corrcoef(*[part[known] for part in away])[0, 1]
-    assert float(found.value) == pytest.approx(expected)
+    assert float(found.value) == pytest.approx(np.corrcoef(*[part[known] for part in away])[0, 1])
     assert found.high < -0.8
 
 

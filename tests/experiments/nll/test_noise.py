@@ -214,8 +214,7 @@ def test_the_bound_is_the_log_likelihood_if_the_prediction_is_perfect(model_of, 
                 logits += math.log(V - 1)
             times, clean, z = torch.full((2,), t, dtype=torch.float64), torch.tensor(answer), torch.tensor(noisy)
             counted = (z == V - 1) if name in ("mdlm", "sedd") else torch.ones(2, dtype=torch.bool)
-            values = noise.losses(logits, clean, z, times) * noise.weight(times)
-            return values[counted].tolist()
+            return (noise.losses(logits, clean, z, times) * noise.weight(times))[counted].tolist()
 
         return loss
 

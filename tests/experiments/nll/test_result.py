@@ -46,8 +46,7 @@ def test_standard_errors_are_those_of_repeated_estimates():
 
 
 def test_a_difference_of_one_answer_is_paired_by_its_draws():
-    rng = np.random.default_rng(1)
-    base = random_estimate(rng)
+    base = random_estimate(np.random.default_rng(1))
     shifted = planted((base.losses + 0.25).tolist(), np.full(32, 0.5), batch=8)
     found = likelihood_difference(base, shifted)
     per_batch = (shifted.draws - base.draws).reshape(4, 8).sum(1) * 4
