@@ -159,11 +159,8 @@ def test_the_table_of_points_of_some_layers_matches_the_code():
 
 def test_shapes_in_the_table_match_a_run(tiny_llada):
     seen: dict[str, torch.Size] = {}
-
-    def keep(value, hook):
-        seen[hook.name] = value.shape
-
-    run = sinklens.generate(tiny_llada, "Question: 1", gen_length=2, steps=1, hooks=[(lambda name: True, keep)])
+    keep = (lambda name: True, lambda value, hook: seen.update({hook.name: value.shape}))
+    run = sinklens.generate(tiny_llada, "Question: 1", gen_length=2, steps=1, hooks=[keep])
     cfg, length = tiny_llada.cfg, run.canvas.shape[2]
     sizes = {
         "batch": 1, "pos": length, "query": length, "key": length, "query|1": 1, "1": 1, "head": cfg.n_heads,

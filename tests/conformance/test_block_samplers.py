@@ -82,11 +82,8 @@ def test_the_prompt_sees_no_answer_position_in_its_last_block_until_that_block_i
 def test_a_query_gives_nothing_to_later_blocks_and_edits_of_the_mask_reach_it(sdar):
     model, ids = sdar.load(block_length=4), sdar.tensors["input_ids"][:, :10]
     seen = block_causal(torch.ones_like(ids, dtype=torch.bool), 4)
-
-    def hide(value, hook):
-        return value.index_fill(-1, torch.tensor([5]), -torch.inf)
-
-    with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_mask", hide)]):
+    hide = ("blocks.1.attn.hook_attn_mask", lambda value, hook: value.index_fill(-1, torch.tensor([5]), -torch.inf))
+    with torch.no_grad(), model.hooks(fwd_hooks=[hide]):
         _, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith(("pattern", "sink_scores")))
     for layer in range(3):
         pattern = cache["pattern", layer]

@@ -182,12 +182,8 @@ def test_a_proposed_mask_token_stays_masked_and_the_run_ends(conformance, name, 
     reference = open_folder(conformance / name)
     prompt = reference.tensors["gen0.prompt"]
     place = prompt.shape[1] + 3
-
-    def propose(value, hook):
-        return torch.where(torch.arange(value.shape[1]) == place, mask, value)
-
-    hooks = [("denoise.hook_candidates", propose)]
-    run = sinklens.generate(reference.load(block_length=size), prompt, hooks=hooks, record_sinks=False, **settings)
+    propose = ("denoise.hook_candidates", lambda ids, hook: torch.where(torch.arange(ids.shape[1]) == place, mask, ids))
+    run = sinklens.generate(reference.load(block_length=size), prompt, hooks=[propose], record_sinks=False, **settings)
     assert run.steps_run <= run.settings.steps
     assert run.tokens[0, place] == mask
     if name == "sdar":

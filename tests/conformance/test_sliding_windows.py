@@ -65,15 +65,10 @@ def test_tracks_are_in_text_positions(moving, conformance):
 
 def test_masked_sinks_of_a_window_are_those_of_the_step_before_in_text_positions(mdlm, conformance):
     dit, at, seen = PlainDit(conformance / "mdlm"), "blocks.0.attn.hook_pattern", {}
-
-    def keep(value, hook):
-        seen[hook.step] = value.clone()
-
+    keep = (at, lambda value, hook: seen.update({hook.step: value.clone()}))
     settings = {"gen_length": 14, "seed": 2, **WINDOW}
     for same_step in (False, True):
-        run = sinklens.generate(
-            mdlm, [[5, 6, 7]], hooks=[MaskSinks(top_k=1, same_step=same_step), (at, keep)], **settings
-        )
+        run = sinklens.generate(mdlm, [[5, 6, 7]], hooks=[MaskSinks(top_k=1, same_step=same_step), keep], **settings)
         windows = windows_of(run)
         for step in range(0 if same_step else 1, run.steps_run):
             window = windows[step]
@@ -190,11 +185,7 @@ def test_a_row_ends_at_its_second_end_token_or_where_it_repeats(bd3lm, monkeypat
     texts[:, 0] = 161
     texts[0, 6] = 161  # the second end token
     texts[1, 2:8] = 33  # repeats itself
-
-    def forced(value, hook):
-        return texts.clone()
-
-    hooks = [("denoise.hook_candidates", forced)]
+    hooks = [("denoise.hook_candidates", lambda value, hook: texts.clone())]
     run = sinklens.generate(bd3lm, [[161]] * 3, hooks=hooks, **settings)
     assert run.tokens[0].tolist() == [161, 1, 2, 3, 4, 5, 161] + [161] * 9
     assert run.tokens[1].tolist() == [161, 1] + [161] * 14

@@ -59,11 +59,10 @@ def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_referenc
 def test_a_single_pass_gets_the_same_edits(causal):
     model, ids = shared_model("llama", causal), random_ids()
 
-    def drop(z):
-        return z * torch.tensor([1.0, 0, 1, 1, 0, 1])[:, None]
-
     found = model.run_with_hooks(ids, fwd_hooks=AblateHeads(heads=[1, -2], layers=[-1]).hooks_for(model))
-    expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": drop}).logits
+    expected = plain_pass(
+        model, ids, edits={"blocks.2.attn.hook_z": lambda z: z * torch.tensor([1.0, 0, 1, 1, 0, 1])[:, None]}
+    ).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 

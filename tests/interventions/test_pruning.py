@@ -137,11 +137,8 @@ def test_sinks_count_by_one_minus_their_strength_and_shuffled_ones_elsewhere(mod
     sinks = MeanPlusStd(k=0.5)
     weight = sinks.strength(run.sinks).isel(layer=0, head=0)
 
-    def counts(row, step, at):
-        return 1 - weight[row, step, at]
-
     found = input_norms(run, steps=[1, 2], without=sinks)
-    for name, wanted in sums(model, run, [1, 2], counts).items():
+    for name, wanted in sums(model, run, [1, 2], lambda row, step, at: 1 - weight[row, step, at]).items():
         torch.testing.assert_close(found.values[name], wanted, rtol=1e-4, atol=1e-4)
     plain, moved, again = (
         input_norms(run, steps=[1, 2], **how)

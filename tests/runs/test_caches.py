@@ -46,10 +46,7 @@ def test_values_are_those_read_in_the_block(request, name, steps, kept):
 def test_values_are_cached_after_edits(tiny_llada):
     """After hook functions, in-place edits and assignments; later changes of the value do not reach the cache."""
 
-    def halve(value, hook):
-        return value * 0.5
-
-    with sinklens.trace(tiny_llada, PROMPT, hooks=[(MLP, halve)], **SHORT) as t:
+    with sinklens.trace(tiny_llada, PROMPT, hooks=[(MLP, lambda value, hook: value * 0.5)], **SHORT) as t:
         caches = t.cache([MLP, Z, RESID])
         for step in t.steps:
             seen = t[MLP].clone()

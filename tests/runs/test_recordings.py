@@ -19,10 +19,9 @@ def collected(run):
     """A run made by `run(hooks)`, and copies of all values that pass its points, by step and point."""
     values = {}
 
-    def keep(value, hook):
-        values.setdefault((hook.step, hook.name), []).append(value.clone())
-
-    return run([(EVERY, keep)]), values
+    return run(
+        [(EVERY, lambda value, hook: values.setdefault((hook.step, hook.name), []).append(value.clone()))]
+    ), values
 
 
 @pytest.mark.fast_cases(2)

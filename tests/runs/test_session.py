@@ -122,12 +122,8 @@ def test_stopping_keeps_the_finished_steps(tiny_llada, base, at, masks):
 
 def test_replay_forces_the_earlier_canvas_and_isolates_the_effect_of_each_step(tiny_llada, base):
     logits = []
-
-    def break_it(value, hook):
-        return value * 0
-
     hooks = [
-        ("blocks.3.hook_resid_post", break_it),
+        ("blocks.3.hook_resid_post", lambda value, hook: value * 0),
         ("denoise.hook_logits", lambda value, hook: logits.append(value)),
     ]
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base).canvas, base.canvas)
@@ -153,11 +149,8 @@ def test_a_replayed_canvas_can_be_changed(tiny_llada, base):
     canvas, seen = base.canvas.clone(), {}
     late = int((base.unmask_step[0] >= 12).nonzero()[0])
     canvas[:, 4:, late] = base.tokens[:, late, None]
-
-    def keep(value, hook):
-        seen[hook.step] = value.clone()
-
-    run = sinklens.generate(tiny_llada, PROMPT, hooks=[("denoise.hook_logits", keep)], replay=canvas.int())
+    keep = ("denoise.hook_logits", lambda value, hook: seen.update({hook.step: value.clone()}))
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=[keep], replay=canvas.int())
     assert not torch.equal(canvas, base.canvas)
     assert torch.equal(run.canvas, canvas)
     with torch.no_grad():

@@ -76,10 +76,10 @@ def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, ar
         if hook.step == 1:
             value[:, 4] = kept["edited"]
 
-    def keep(value, hook):
-        seen.setdefault(hook.step, []).append(value.clone())
-
-    watch = [(f"blocks.2.attn.{end}", keep) for end in ("hook_k", "hook_v", "hook_z")]
+    watch = [
+        (f"blocks.2.attn.{end}", lambda value, hook: seen.setdefault(hook.step, []).append(value.clone()))
+        for end in ("hook_k", "hook_v", "hook_z")
+    ]
     for change in (edit, replace):
         hooks = [(name, change), *watch]
         run = sinklens.generate(model, PROMPTS, cache=DualCache(), replay=base, hooks=hooks, **ANSWER)
