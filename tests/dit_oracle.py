@@ -29,10 +29,9 @@ class PlainDit:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         config = json.loads((folder / "config.json").read_text())
         config = config.get("model", config)
-        raw = load_file(folder / "model.safetensors")
         self.weights = {
             name.removeprefix("backbone."): value.to(dtype) if value.is_floating_point() else value
-            for name, value in raw.items()
+            for name, value in load_file(folder / "model.safetensors").items()
         }
         self.heads = next(config[key] for key in ("n_heads", "num_attention_heads") if key in config)
         self.timed = config.get("time_conditioning", folder.name not in ("mdlm", "bd3lm-owt"))

@@ -175,8 +175,7 @@ def test_every_error_class_has_a_heading():
     kinds = [
         kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SinklensError)
     ]
-    headings = re.findall(r"^## (\w+)$", PAGES["errors.md"], flags=re.MULTILINE)
-    assert headings == kinds
+    assert re.findall(r"^## (\w+)$", PAGES["errors.md"], flags=re.MULTILINE) == kinds
     for kind in kinds[1:]:
         builtin = getattr(errors, kind).__mro__[2].__name__
         assert f"## {kind}\n\nAlso a `{builtin}`" in PAGES["errors.md"]

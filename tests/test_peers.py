@@ -218,8 +218,7 @@ def test_a_block_of_generate_visits_the_denoising_steps(tiny_llada):
 )
 def test_an_argument_of_another_librarys_pass_is_refused_unless_it_is_off(tiny_llama, options, message):
     off = dict.fromkeys(options)
-    calls = [tiny_llama, tiny_llama.run_with_cache, tiny_llama.run_with_hooks, tiny_llama.trace]
-    for call in calls:
+    for call in [tiny_llama, tiny_llama.run_with_cache, tiny_llama.run_with_hooks, tiny_llama.trace]:
         with pytest.raises(SettingError, match=rf"a pass has no argument {next(iter(options))}=: .*{message}"):
             call(TEXT, **options)
     assert torch.equal(tiny_llama(TEXT, **off), tiny_llama(TEXT))

@@ -119,8 +119,7 @@ def test_planted_differences_are_the_only_claims_that_hold(measured):
     data["jump_share"].loc[{"source": "exact"}] = 0.5  # sums over other queries do not matter
     data = data.assign(difference=xr.concat([claim_values(data.isel(prompt=row)) for row in range(30)], dim="prompt"))
     table = Caching().tables({"planted": data})["claims"].set_index("claim")
-    holds = set(table.index[table["verdict"] == "holds"])
-    assert holds == {
+    assert set(table.index[table["verdict"] == "holds"]) == {
         "stale sinks change predictions more than random keys with as much attention",
         "stale sinks change predictions more than random keys of the same kinds of token",
         "stale sinks change predictions more than the nearest keys",

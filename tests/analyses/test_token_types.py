@@ -50,8 +50,7 @@ def test_shares_are_pooled_over_prompts_and_enrichment_is_against_positions():
     shares = [kinds[name, "mask"] for name in ("sink_share", "position_share", "enrichment")]
     assert shares == pytest.approx([0.25, 5 / 16, 0.8])
     assert np.isnan(kinds["matched", "digit"])  # no digits
-    states = tables["states"].set_index(["measure", "state"])["estimate"]
-    assert states["sink_share"].sum() == pytest.approx(1)
+    assert tables["states"].set_index(["measure", "state"])["estimate"]["sink_share"].sum() == pytest.approx(1)
     assert tables["kinds"].query("measure == 'absorption'")["estimate"].sum() == pytest.approx(100)
 
 

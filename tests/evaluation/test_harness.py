@@ -89,8 +89,7 @@ def request(prompt, **settings):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_accuracy_equals_that_of_our_verdicts_on_the_same_generations(words, tiny_llada, count):
-    model = SinklensLM(tiny_llada, [MaskSinks(top_k=1)] if count else [], batch_size=5)
-    results = words(model)
+    results = words(SinklensLM(tiny_llada, [MaskSinks(top_k=1)] if count else [], batch_size=5))
     task, texts = TinyGsm(), answers(results)
     verdicts = [task.verdict(sample, text) for sample, text in zip(task.samples(SIZE), texts, strict=True)]
     assert results["results"]["words"]["exact_match,number"] == sum(verdicts) / SIZE

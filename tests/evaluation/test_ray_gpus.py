@@ -42,8 +42,7 @@ def cluster():
 def test_each_worker_sees_a_different_single_gpu(cluster, tmp_path):
     condition = Condition("noting", (Noting(folder=str(tmp_path)),))
     work = [Batch(condition, SAMPLES[at : at + 1]) for at in range(6)]
-    engine = OnRay()
-    done = {batch.samples[0].id: records for batch, records in engine.carry_out(JOB, work)}
+    done = {batch.samples[0].id: records for batch, records in OnRay().carry_out(JOB, work)}
     seen = [file.read_text().split() for file in tmp_path.iterdir()]
     assert sorted(gpu for gpu, _ in seen) == ["0", "1"]
     assert {device for _, device in seen} == {"cpu"}, "the GPUs are simulated, so the model is on the CPU"

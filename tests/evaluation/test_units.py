@@ -184,8 +184,7 @@ def test_a_judge_function_is_part_of_a_runs_identity(tmp_path, tiny_llama):
     short = find_protocol("prompts").with_settings({"gen_length": 2})
     for chosen in (task, Prompts(file), task):
         evaluate(tiny_llama, short, [UNMASKED], tmp_path / "out", task=chosen)
-    runs = LedgerRun.all(tmp_path / "out")
-    assert sorted(run.records()[0]["verdict"] for run in runs) == [False, True]
+    assert sorted(run.records()[0]["verdict"] for run in LedgerRun.all(tmp_path / "out")) == [False, True]
 
 
 def test_a_chat_template_is_refused_for_ids(tiny_llama):

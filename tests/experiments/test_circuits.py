@@ -103,8 +103,7 @@ def test_scores_over_steps_and_positions_sum_to_those_of_one_pass(tiny_llada):
     cases = circuit_cases(run, {" 6": " 7"}, steps=[1, -1])
     assert [case.step for case in cases] == [1, 3]
     for case in cases:
-        changed = (case.pair.clean != case.pair.corrupted).nonzero()
-        assert len(changed) == 1
+        assert len((case.pair.clean != case.pair.corrupted).nonzero()) == 1
         assert torch.equal(case.pair.clean, run.canvas[:, case.step])
     by_position, total = edge_scores(cases, by_position=True), edge_scores(cases)
     np.testing.assert_allclose(by_position.sum("pos", skipna=False), total, atol=1e-5)

@@ -126,12 +126,11 @@ def course(model, answers, prompt=(9, 9)):
     some = sinklens.generate(model, PROMPTS[0], record_sinks=False, gen_length=1)
     settings = replace(some.settings, gen_length=length, **({} if model.config.is_causal else {"block_length": length}))
     undecided = canvas == mask
-    steps = unmask_steps(canvas, undecided, real, len(prompt))
     return replace(
         some,
         canvas=canvas,
         undecided=undecided,
-        unmask_step=steps,
+        unmask_step=unmask_steps(canvas, undecided, real, len(prompt)),
         real=real,
         prompt_length=len(prompt),
         settings=settings,

@@ -275,8 +275,7 @@ def two_inputs(run, case):
     nine, eight = (9, 8) if "ids" in case.traits else map(run.model.to_single_token, (" 9", " 8"))
     last = given.columns(0)[-1] - (0 if not run.model.tree.architecture.encoder else given.ids.shape[1] - 24)
     metric = lambda logits: logits[0, last, :50].logsumexp(-1)  # noqa: E731
-    other = torch.where(given.ids == nine, eight, given.ids)
-    return (run.model, given.ids, other, metric), {
+    return (run.model, given.ids, torch.where(given.ids == nine, eight, given.ids), metric), {
         "attention_mask": given.attention_mask,
         "time": run.time_at(case.step),
     }

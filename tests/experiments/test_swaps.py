@@ -90,8 +90,7 @@ def test_a_mask_or_given_ids_can_be_put_in_place_and_draws_repeat(run):
     given = int(np.flatnonzero(kinds_of_vocabulary(run.model) == Kind.DIGIT)[7])
     found = swap_of(run, "word", "digit", among=[given], steps=[0])
     assert set(found["new"].values) == {given}
-    again = swap_of(run, "word", "digit", among=[given], steps=[0])
-    assert found.equals(again)
+    assert found.equals(swap_of(run, "word", "digit", among=[given], steps=[0]))
 
 
 def test_what_cannot_be_swapped_is_refused(run):

@@ -30,11 +30,10 @@ def test_distances_count_from_each_query_to_each_key():
 
 
 def test_the_rows_of_a_pass_are_those_of_all_its_tensors():
-    fresh = torch.rand(4, 2, 3) < 0.5
     whole = ForwardPass(
         1,
         real=torch.ones(4, 3, dtype=torch.bool),
-        fresh=fresh,
+        fresh=torch.rand(4, 2, 3) < 0.5,
         undecided=torch.rand(4, 3) < 0.5,
         active=torch.tensor([True, False] * 2),
     )

@@ -46,8 +46,7 @@ def test_mlp_weights_give_the_output_of_the_layer(make):
     model, x = make(), torch.randn(2, 3, D_MODEL)
     for number, layer in enumerate(model.tree.hf.model.layers):
         gate, linear = x @ model.W_gate[number] + model.b_gate[number], x @ model.W_in[number] + model.b_in[number]
-        output = torch.nn.functional.silu(gate) * linear @ model.W_out[number] + model.b_out[number]
-        close(output, layer.mlp(x))
+        close(torch.nn.functional.silu(gate) * linear @ model.W_out[number] + model.b_out[number], layer.mlp(x))
         assert torch.equal(model.tree.blocks[number].mlp.W_out, model.W_out[number])
     assert (model.W_in.shape, model.W_out.shape) == ((3, D_MODEL, 40), (3, 40, D_MODEL))
 
@@ -136,8 +135,7 @@ def test_heads_neurons_embedding_and_biases_add_up_to_the_stream(make, layer, ex
 
 def test_neuron_results_are_activations_times_output_weights(model, ids):
     cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
-    down = model.tree.hf.model.layers[1].mlp.down_proj.weight
-    expected = plain["blocks.1.mlp.hook_post"][..., None] * down.T
+    expected = plain["blocks.1.mlp.hook_post"][..., None] * model.tree.hf.model.layers[1].mlp.down_proj.weight.T
     close(cache.get_neuron_results(1), expected)
     close(cache.get_neuron_results(1, neuron_slice=[3, 5], pos_slice=-1), expected[:, -1, [3, 5]])
     stack, labels = cache.stack_neuron_results(3, neuron_slice=4, incl_remainder=True, return_labels=True)

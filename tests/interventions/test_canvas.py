@@ -17,8 +17,7 @@ MASK = 60
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", DIFFUSION)
 def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture):
-    force = ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])
-    run = watch(worded(architecture), PADDED, [force], []).run
+    run = watch(worded(architecture), PADDED, [ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])], []).run
     base = watch(worded(architecture), PADDED, [], []).run
     assert torch.equal(run.canvas[:, 0], base.canvas[:, 0])
     expected = base.canvas[:, 1].clone()
@@ -84,8 +83,7 @@ def emptied(place):
 @pytest.mark.parametrize("architecture", DIFFUSION)
 def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(model, value):
     """Against ids that contain the token, under a hand-made mask and values."""
-    points = ["hook_logits", "hook_pattern", "hook_v"]
-    watched = watch(model, PADDED, [SinkToken(value=value, token=9)], points)
+    watched = watch(model, PADDED, [SinkToken(value=value, token=9)], ["hook_logits", "hook_pattern", "hook_v"])
     run = watched.run
     assert run.canvas.shape[2] == 16
     place, starts = [3, 0], [4, 1]

@@ -179,8 +179,7 @@ def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_key
 def chosen(scores, real=None, **given):
     """The keys that a rule takes in one layer, as positions by row and head."""
     real = torch.ones(len(scores), scores.shape[-1], dtype=torch.bool) if real is None else real
-    keys = taken({0: scores}, real, **given)[:, 0]
-    return [[head.nonzero()[:, 0].tolist() for head in row] for row in keys]
+    return [[head.nonzero()[:, 0].tolist() for head in row] for row in taken({0: scores}, real, **given)[:, 0]]
 
 
 ONE = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])

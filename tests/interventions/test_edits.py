@@ -50,8 +50,7 @@ def zero(value, real, entered):
 
 
 def mean(z, real, entered):
-    rows = [row[there].mean(dim=0).expand_as(row) for row, there in zip(z, real, strict=True)]
-    return torch.stack(rows)
+    return torch.stack([row[there].mean(dim=0).expand_as(row) for row, there in zip(z, real, strict=True)])
 
 
 def along(stream):

@@ -280,8 +280,7 @@ def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_lla
     for step in range(1, 5):
         for layer in range(4):
             before, now = patterns[4 * (step - 1) + layer][0], patterns[4 * step + layer][0]
-            masked = before[:, -1].argmax(-1)
-            for head, key in enumerate(masked.tolist()):
+            for head, key in enumerate(before[:, -1].argmax(-1).tolist()):
                 assert not now[head, :, key].any()
                 seen = now[head].sum(-1)
                 torch.testing.assert_close(seen[1:], torch.ones_like(seen[1:]))

@@ -184,6 +184,5 @@ def test_a_source_of_another_prompt_of_equal_length_is_rejected(worded, architec
         with pytest.raises(SettingError, match=f"source was recorded with another prompt in row {row}"):
             watch(model, prompts, [MaskSinks(source=base)], **settings)
     swapped = ForceTokens(tokens={3: int(model.to_tokens("w6")[0, -1])}, steps=[0])  # a prompt edited on the canvas
-    changed = watch(model, PADDED, [swapped], points=[], record_sinks=True, **settings).run
-    for source in (base, changed):
+    for source in (base, watch(model, PADDED, [swapped], points=[], record_sinks=True, **settings).run):
         assert watch(model, PADDED, [swapped, MaskSinks(source=source)], points=[], **settings).run.steps_run > 1

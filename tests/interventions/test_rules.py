@@ -165,8 +165,7 @@ def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):
     waits = 0
     for row, prompt in enumerate(prompts):
         alone = sinklens.generate(tiny_llada, [prompt], hooks=MaskSinks(top_k=2), **settings)
-        answers = [run.tokens[at, run.prompt_length :] for run, at in ((alone, 0), (together, row))]
-        assert torch.equal(*answers)
+        assert torch.equal(*[run.tokens[at, run.prompt_length :] for run, at in ((alone, 0), (together, row))])
         waits += together.steps_run - alone.steps_run
     assert waits > 10
 

@@ -164,8 +164,7 @@ def test_a_recorded_run_the_same_step_and_an_array_name_the_same_places(model):
 
 
 def test_a_named_array_may_lack_axes_and_steps(model):
-    base = watch(model, PADDED, points=[], record_sinks=True).run
-    marked = one_hot(base)
+    marked = one_hot(watch(model, PADDED, points=[], record_sinks=True).run)
     named = xr.DataArray(marked, dims=("batch", "step", "layer", "head", "pos"), coords={"step": range(4)})
     assert torch.equal(outputs(model, named.sel(head=3)), outputs(model, marked[:, :, :, 3:4]))
     some = marked.copy()
@@ -224,8 +223,7 @@ def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, wher
                 "not digit": not (not undecided[position] and text.strip().isdigit()),
                 "decided": not undecided[position] and position >= run.prompt_length,
             }.get(where, "\n" in text or (not undecided[position] and position >= run.prompt_length))
-            z = watched.values[step][Z][0, position]
-            assert bool((z == 0).all()) == bool(here)
+            assert bool((watched.values[step][Z][0, position] == 0).all()) == bool(here)
             found += bool(here)
     assert found > 8
 

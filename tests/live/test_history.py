@@ -134,8 +134,7 @@ def test_labs_that_share_a_folder_overwrite_nothing(tiny_llada, tmp_path):
         assert {finished(opened, run) for run in runs} == {"done"}
     third = Session(lab_models([tiny_llada]), tmp_path)
     assert {run["id"] for run in third.runs()} == {*mine[0], *mine[1]}
-    canvas = {run: labs[at].outcome(run)[1].canvas for at in range(2) for run in mine[at]}
-    for run, expected in canvas.items():
+    for run, expected in {run: labs[at].outcome(run)[1].canvas for at in range(2) for run in mine[at]}.items():
         np.testing.assert_array_equal(third.outcome(run)[1].canvas, expected)
     labs[0].remove(mine[0][0])
     with pytest.raises(Refused, match=r"the run's file can no longer be read: it was deleted\. Run it again\."):

@@ -76,8 +76,7 @@ def test_steps_arrive_before_the_run_is_over(client, gate, base):
 
 
 def test_a_run_has_all_that_the_page_shows_and_a_chip_that_is_off_changes_nothing(client, base):
-    chip = {"kind": "mask_sinks", "top_k": 10, "on": False}
-    found = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"kind": "mask_sinks", "top_k": 10, "on": False}])
     assert (found["summary"]["chips"], len(found["chips"])) == (0, 1)
     expected = {
         "canvas": base.canvas[0].tolist(), "unmask_step": base.unmask_step[0].tolist(), "text": base.text,

@@ -130,8 +130,7 @@ def test_a_diffusion_model_is_not_decoded_from_left_to_right_while_it_is_loaded(
     hf = random_hf("llama", causal=False)
     before, expected = graph(hf), hf.generate(IDS, max_new_tokens=2)
     with sinklens.borrow(hf) as model:
-        decoders = [hf.generate, model.hf.generate, model.original_model.generate]
-        for decode in decoders:
+        for decode in [hf.generate, model.hf.generate, model.original_model.generate]:
             with pytest.raises(SettingError, match=r"left to right.*Call sinklens\.generate\(model, prompt"):
                 decode(IDS, max_new_tokens=2)
     assert graph(hf) == before

@@ -84,8 +84,7 @@ def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect(mod
 def test_an_nnsight_cache_of_everything_holds_every_point(model, ids):
     with model.trace(ids) as tracer:
         cache = tracer.cache()
-    plain = plain_pass(model, ids).values
-    for name, value in plain.items():
+    for name, value in plain_pass(model, ids).values.items():
         close(cache[f"model.{name}"].output, value)
     assert torch.equal(model(ids), shared_model()(ids))
 

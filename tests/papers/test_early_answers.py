@@ -34,10 +34,9 @@ def by_hand(network, problem):
         best = probs.topk(2)
         masked, gap = canvas == MASK, best.values[:, 0] - best.values[:, 1]
         guess = network.text(torch.where(masked, best.indices[:, 0], canvas)[len(prompt) :])
-        spelled = network.text(canvas[len(prompt) :])
         values = (
             best.indices[:, 0], best.values[:, 0], gap, -torch.xlogy(probs, probs).sum(-1), correct(guess, problem),
-            correct(spelled, problem),
+            correct(network.text(canvas[len(prompt) :]), problem),
         )  # fmt: skip
         for kept, value in zip(found.values(), values, strict=True):
             kept.append(torch.as_tensor(value))

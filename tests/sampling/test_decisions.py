@@ -9,9 +9,8 @@ from sinklens.sampling import decisions
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
-    probs = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
     assert decisions.categorical_candidates(
-        probs, torch.tensor([0.0, 0.5, 1 - 1e-9], dtype=torch.float64)
+        torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3), torch.tensor([0.0, 0.5, 1 - 1e-9], dtype=torch.float64)
     ).tolist() == [1, 1, 1]
 
 
@@ -44,5 +43,4 @@ def test_the_noise_of_a_row_depends_only_on_its_prompt_and_the_seed():
     both = decisions.RowNoise(3, [[5, 6], [7]]).uniform(where, dtype=torch.float64)
     alone = decisions.RowNoise(3, [[7]]).uniform(where[1:], dtype=torch.float64)
     assert torch.equal(both[2:], alone)
-    other = decisions.RowNoise(4, [[7]]).uniform(where[1:], dtype=torch.float64)
-    assert not torch.equal(other, alone)
+    assert not torch.equal(decisions.RowNoise(4, [[7]]).uniform(where[1:], dtype=torch.float64), alone)

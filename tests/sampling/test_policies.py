@@ -89,8 +89,7 @@ class Plain:
 
         def kept(name, layer):
             def replace(value):
-                old = self.kept.get(name, value)
-                self.kept[name] = torch.where(fresh[:, layer, :, None, None], value, old)
+                self.kept[name] = torch.where(fresh[:, layer, :, None, None], value, self.kept.get(name, value))
                 return self.kept[name]
 
             return replace

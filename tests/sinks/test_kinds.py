@@ -124,8 +124,7 @@ def test_absorption_is_the_naive_sum_of_head_averaged_scores(by):
 
 
 def test_a_layer_with_all_zero_patterns_has_no_absorption():
-    track = canvas_track([[[1, 5, 6], [1, 5, 6]]], 2, score=[[[[[0, 0, 0]]], [[[0, 1, 3]]]]])
-    found = absorption(track)
+    found = absorption(canvas_track([[[1, 5, 6], [1, 5, 6]]], 2, score=[[[[[0, 0, 0]]], [[[0, 1, 3]]]]]))
     assert found.isel(step=0).isnull().all()
     assert found.isel(batch=0, step=1, layer=0).sel(kind=["newline", "word", "mask"]).to_numpy().tolist() == [75, 25, 0]
 

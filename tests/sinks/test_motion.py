@@ -225,8 +225,7 @@ def numbers(track, detector=None):
 
 
 def test_a_constant_sink_is_static_in_every_measure():
-    row = numbers(path([3] * 6))
-    assert row == pytest.approx(
+    assert numbers(path([3] * 6)) == pytest.approx(
         {
             "steps": 6, "jumps": 0, "jump_share": 0, "jump_distance": NAN, "drift": 0, "drift_r_squared": NAN,
             "static_share": 1, "sinks": 1, "lifetime": 6, "censored": 1, "static_sinks": 1, "overlap_step": 1,
@@ -262,8 +261,7 @@ def test_undefined_measures_are_nan_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one, none = numbers(path([2])), numbers(path([None, None, None]))
-    missing = {name for name, value in one.items() if np.isnan(value)}
-    assert missing == {
+    assert {name for name, value in one.items() if np.isnan(value)} == {
         "jumps", "jump_share", "jump_distance", "drift", "drift_r_squared", "overlap_step", "overlap_layer",
         "overlap_head", "temporal_variance", "pooled_temporal_variance",
     }  # fmt: skip

@@ -14,8 +14,7 @@ from sinklens.tasks import held_out
 
 def found_in(track, **given):
     """Positions of the strongest keys by step, in a planted track."""
-    found = StrongestKeys(**given).detect(track).to_numpy()[0, :, 0, 0]
-    return [step.nonzero()[0].tolist() for step in found]
+    return [step.nonzero()[0].tolist() for step in StrongestKeys(**given).detect(track).to_numpy()[0, :, 0, 0]]
 
 
 def test_on_a_planted_map_sinks_are_distinguished_from_other_strongest_keys():

@@ -65,8 +65,7 @@ def bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterat
     entering, after = stored[f"gen{number}.entering"].long(), stored[f"gen{number}.canvas"].long()
     draws = _uniform(folder, number)
     uniform = torch.zeros(*entering.shape, draws.shape[-1], dtype=draws.dtype)
-    blocks = ((entering >= 0).sum(dim=2)[:, 0] // draws.shape[2] - 1).tolist()
-    for step, block in enumerate(blocks):
+    for step, block in enumerate(((entering >= 0).sum(dim=2)[:, 0] // draws.shape[2] - 1).tolist()):
         uniform[step, :, block * draws.shape[2] : (block + 1) * draws.shape[2]] = draws[step]
     settings = {name: given[name] for name in ("first_hitting", "num_steps", "nucleus_p")}
     settings |= {"sliding": True} if size > folder.load().cfg.n_ctx else {}

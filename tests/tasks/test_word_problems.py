@@ -31,8 +31,7 @@ def test_every_worked_step_is_correct_arithmetic_and_the_last_line_is_the_result
 def test_numbers_and_vocabulary_words_are_single_tokens(problems):
     tokenizer = train_tokenizer(problems=5000)
     for problem in problems[:500]:
-        words = re.findall(r" [A-Za-z]+| \d+", f" {problem.question} {problem.answer}")
-        for word in words:
+        for word in re.findall(r" [A-Za-z]+| \d+", f" {problem.question} {problem.answer}"):
             assert len(tokenizer(word, add_special_tokens=False).input_ids) == 1, word
 
 

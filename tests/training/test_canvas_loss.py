@@ -61,8 +61,7 @@ def test_the_loss_is_cross_entropy_at_every_position_of_one_canvas_after_the_cle
 
 def test_tokens_are_replaced_with_the_probability_of_their_row_by_any_token():
     noisy, t = replace_at_random(torch.full((400, LENGTH), 9), 50, torch.Generator().manual_seed(0))
-    share = (noisy != 9).float().mean(dim=1, keepdim=True)
-    assert (share - t * 49 / 50).abs().mean() < 0.09
+    assert ((noisy != 9).float().mean(dim=1, keepdim=True) - t * 49 / 50).abs().mean() < 0.09
     assert torch.equal(noisy.unique(), torch.arange(50))
     counts = torch.bincount(noisy[noisy != 9], minlength=50).float()
     counts = counts[torch.arange(50) != 9]

@@ -60,8 +60,7 @@ def test_the_balance_loss_is_the_share_of_tokens_times_the_mean_probability_of_e
     with torch.no_grad():
         model(input_ids=noisy)
         for weight, given in inputs:
-            probs = F.linear(given.flatten(0, 1), weight).softmax(dim=-1)
-            for row in probs:
+            for row in F.linear(given.flatten(0, 1), weight).softmax(dim=-1):
                 tokens[row.topk(2).indices] += 1
                 probability += row
                 total += 1

@@ -49,8 +49,7 @@ def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(small, t
         assert torch.equal(weights(tmp_path / "further")[key], value)
     list(train(replace(mixed, code=0, skills=0), tmp_path / "unmixed", save_every=2, keep_every=2))
     kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("complete", "unmixed")]
-    equal = [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)]
-    assert equal == [True, False]
+    assert [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)] == [True, False]
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +114,7 @@ def test_masking_follows_t_and_spares_the_prompt_and_the_start_token():
     assert not masked[ordinary, :36].any()
     assert not masked[:, 0].any()
     assert masked[~ordinary, 1:36].any()
-    share = masked[:, 36:].float().mean(dim=1, keepdim=True)
-    assert (share - t).abs().mean() < 0.08
+    assert (masked[:, 36:].float().mean(dim=1, keepdim=True) - t).abs().mean() < 0.08
     assert float(t.min()) > 0
 
 

@@ -70,6 +70,5 @@ def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path)
 
 
 def test_a_shipped_model_gets_its_known_score():
-    folder = sinklens.model.files.find_checkpoint("tiny-llama", None)
-    (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
+    (score,) = scores(RECIPES["tiny-llama"], sinklens.model.files.find_checkpoint("tiny-llama", None), limit=20)
     assert (score.accuracy.value * score.accuracy.n, score.chance) == (20, 0.0)

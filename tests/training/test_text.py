@@ -100,8 +100,7 @@ def test_a_paragraph_is_kept_once_and_by_the_held_out_source_first(tmp_path, mon
     monkeypatch.setattr(text, "_fetch", unpack)
     sources = [DebianPackage("train", "*.html"), DebianPackage("test", "*.html", held_out=True)]
     assert len(list(gather(tmp_path / "out.jsonl", sources))) == 2
-    found = {document.source: document.text for document in text.read_documents(tmp_path / "out.jsonl")}
-    assert found == {
+    assert {document.source: document.text for document in text.read_documents(tmp_path / "out.jsonl")} == {
         "test": "A sentence that both of the sources have.",
         "train": "One that only the training source has here.",
     }

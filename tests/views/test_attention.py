@@ -137,8 +137,7 @@ def test_several_views_work_on_one_notebook_page(run, browser, tmp_path):
     (tmp_path / "page.html").write_text(page)
     browser.open(tmp_path / "page.html", height=2000)
     for number, maps in ((0, 7), (1, 3)):
-        frame = browser.driver.find_elements("css selector", "iframe")[number]
-        browser.driver.switch_to.frame(frame)
+        browser.driver.switch_to.frame(browser.driver.find_elements("css selector", "iframe")[number])
         browser.wait("return document.body.dataset.drawn === '1'")
         assert browser.js("return document.querySelectorAll('#heads canvas').length") == maps
         browser.driver.switch_to.default_content()

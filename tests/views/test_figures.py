@@ -127,8 +127,7 @@ def test_awkward_tokens_are_shown_verbatim():
 
 
 def test_padding_has_no_label_and_other_ids_can_label_the_positions():
-    real = [[False] + [True] * 9]
-    track = planted_track(with_sinks([[[2]]]), real=real, words={5: "five", 6: "six"})
+    track = planted_track(with_sinks([[[2]]]), real=[[False] + [True] * 9], words={5: "five", 6: "six"})
     assert token_labels(track) == ["", *["five"] * 9]
     assert token_labels(track, tokens=np.full(10, 6))[1:] == ["six"] * 9
     assert token_labels(track, tokens=np.full(10, 8))[1] == "⟨8⟩"

@@ -262,8 +262,7 @@ def test_pages_of_long_runs_drop_layers_then_steps_and_say_so():
     assert len(fewest["steps"]) < 60
     assert {0, 59} <= set(fewest["steps"])
     assert any(f"{len(fewest['steps'])} of 60 steps are shown" in note for note in fewest["notes"])
-    committed = chunk_of(text, "committed", np.uint8)
-    assert committed.sum() == 40  # every decision is marked in the next step shown
+    assert chunk_of(text, "committed", np.uint8).sum() == 40  # every decision is marked in the next step shown
 
 
 @pytest.mark.parametrize(
@@ -399,8 +398,7 @@ def test_every_step_shows_the_canvas_and_its_sinks(browser, padded, page, tiny_l
 @pytest.mark.browser
 def test_keys_and_play_move_the_step(opened):
     typed = (Keys.END, Keys.BACKSPACE, Keys.BACKSPACE, "17", Keys.ENTER)
-    pressed = {Keys.END: 23, Keys.ARROW_LEFT: 22, typed: 17, Keys.HOME: 0, Keys.ARROW_RIGHT: 1}
-    for keys, step in pressed.items():
+    for keys, step in {Keys.END: 23, Keys.ARROW_LEFT: 22, typed: 17, Keys.HOME: 0, Keys.ARROW_RIGHT: 1}.items():
         opened.keys("step-number" if keys is typed else "step", *keys)
         assert shown_step(opened) == step
     opened.click("play")
@@ -420,8 +418,7 @@ def score_in(text):
 
 @pytest.mark.browser
 def test_layer_and_head_can_be_chosen_by_menu_map_and_keyboard(opened, padded):
-    track = padded.sinks
-    scores = track.scores().to_numpy()[0]
+    scores = padded.sinks.scores().to_numpy()[0]
 
     def agrees(layer, head):
         one_head, all_heads = f"layer {layer}, head {head}", "the mean of all 24 heads"
@@ -484,8 +481,7 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
         label = f"Attention of step {step}, layer {layer}, head {head}"
         opened.wait(f"return document.getElementById('pattern').ariaLabel.startsWith('{label}')")
         exact = pattern_at(padded, step, layer, 0).numpy()[head]
-        strong = np.unravel_index(exact.argmax(), exact.shape)
-        for query, key in (strong, (3, 7)):
+        for query, key in (np.unravel_index(exact.argmax(), exact.shape), (3, 7)):
             opened.point("pattern", int(query), int(key))
             readout = opened.text("pattern-readout")
             assert readout.startswith(f"query {query + first} ")
@@ -531,8 +527,7 @@ def drawn(browser, label=None, large=""):
     assert len(browser.driver.find_elements("css selector", "#circuits iframe")) == 1
     browser.driver.switch_to.frame(browser.driver.find_element("css selector", "#circuits iframe"))
     names = browser.js("return [...document.querySelectorAll('#heads h4')].map(h => h.textContent)")
-    maps = browser.js("return document.querySelectorAll('#heads canvas').length")
-    assert maps == len(names) + 1
+    assert browser.js("return document.querySelectorAll('#heads canvas').length") == len(names) + 1
     text = "document.querySelector('#heads h2').textContent"
     large = browser.wait(f"return {text}.startsWith('{large}') && {text}")
     browser.driver.switch_to.default_content()

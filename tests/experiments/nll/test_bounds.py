@@ -26,8 +26,7 @@ def raw(model):
 @pytest.mark.parametrize("cfg", [0.0, 0.7])
 @pytest.mark.parametrize(("answer", "batch"), [(ANSWER, 5), ([*ANSWER, 1, 6, 12], 4), ([7], 1)])
 def test_the_estimate_equals_lladas_script_with_the_same_draws(llada, answer, batch, cfg):
-    numbers = range(3)
-    seeds = [generator_of(3, PROMPT, len(answer), 0, number).initial_seed() for number in numbers]
+    seeds = [generator_of(3, PROMPT, len(answer), 0, number).initial_seed() for number in range(3)]
     script = LladaScript(raw(llada), llada.mask_token_id, 3 * batch, batch, cfg)
     found = likelihood(llada, PROMPT, answer, mc_num=3 * batch, draws_per_start=batch, cfg_scale=cfg, seed=3)
     assert found.value == pytest.approx(script.get_loglikelihood(PROMPT, answer, seeds), rel=1e-5)

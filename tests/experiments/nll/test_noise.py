@@ -238,8 +238,7 @@ def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
     model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, draws_per_start=4)
     together = likelihoods(model, PAIRS, rule)
     for rows in (1, 5):
-        other = likelihoods(model, PAIRS, rule, batch_size=rows)
-        for one, same in zip(together, other, strict=True):
+        for one, same in zip(together, likelihoods(model, PAIRS, rule, batch_size=rows), strict=True):
             np.testing.assert_allclose(one.losses, same.losses, rtol=1e-3, atol=1e-4)
     alone = likelihood(model, list(PAIRS[1].prompt), list(PAIRS[1].answer), mc_num=8, draws_per_start=4)
     assert alone.value == pytest.approx(together[1].value, rel=1e-4)
