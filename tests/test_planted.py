@@ -1,5 +1,7 @@
 """The planted checkpoint: sinks recorded, found, masked, measured and drawn are the planted ones."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -31,14 +33,9 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The checkpoint."""
-    return planted_checkpoint(tmp_path_factory.mktemp("planted") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def models(folder):
+def models(tmp_path_factory):
     """The checkpoint loaded in each element type."""
+    folder = planted_checkpoint(tmp_path_factory.mktemp("planted") / "checkpoint")
     return {dtype: sinklens.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
 
 
@@ -79,22 +76,6 @@ def of(values, name):
     return values.isel(layer=layer, head=head)
 
 
-def by_hand(run):
-    """[row][name] -> position at each step, from the prompts alone: finds the tokens in a loop over rows."""
-    found = []
-    for ids, real in zip(run.canvas[:, 0].tolist(), run.real.tolist(), strict=True):
-        words = [run.model.tokenizer.decode([number]) for number in ids]
-        first, start = words.index("<|mdm_mask|>"), real.index(True)
-        assert words[start] == "<|startoftext|>"
-        frontier = [first + step for step in range(STEPS)]
-        found.append(
-            dict.fromkeys(SPREAD, [-1] * STEPS)
-            | {"start": [start] * STEPS, "fading": [start] * STEPS, "newline": [words.index("\n")] * STEPS}
-            | {"frontier": frontier, "edge": [place - 1 for place in frontier]}
-        )
-    return found
-
-
 # --- where the sinks are ---------------------------------------------------------------------------------------------
 
 
@@ -109,12 +90,10 @@ def test_it_decodes_from_left_to_right(runs, dtype):
 
 @DTYPES
 def test_strongest_keys_follow_the_planted_paths(runs, dtype):
-    run = runs[dtype]
-    for row, expected in enumerate(by_hand(run)):
-        for name in WITH_SINK:
-            assert run.sinks.trajectory(*HEADS[name], row=row).tolist() == expected[name], (row, name)
-        for name in HEADS:
-            assert of(planted_paths(*tokens(run.sinks)), name)[row].to_numpy().tolist() == expected[name], (row, name)
+    track = runs[dtype].sinks
+    paths = planted_paths(*tokens(track))
+    for row, name in itertools.product(range(2), WITH_SINK):
+        assert track.trajectory(*HEADS[name], row=row).tolist() == of(paths, name)[row].values.tolist(), (row, name)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.02)])

@@ -173,12 +173,8 @@ def test_an_undone_jump_is_that_of_a_plain_pass(oracle, run):
     assert jump_undone(run, jump, "embed", "k", positions=[0]) == pytest.approx(0, abs=1e-4)  # the same token
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_llada):
-    return sinklens.generate(tiny_llada, "Question: Mia has 17 pens. She loses 6. How many are left?\nAnswer:")
-
-
-def test_what_has_no_such_edge_reader_or_jump_is_refused(trained, conformance):
+def test_what_has_no_such_edge_reader_or_jump_is_refused(tiny_llada, conformance):
+    trained = sinklens.generate(tiny_llada, "Question: Mia has 17 pens. She loses 6. How many are left?\nAnswer:")
     model, asked = shared_model(), (*two_inputs(), lambda logits: logits.sum())
     causal = sinklens.generate(shared_model(causal=True), [[3, 4, 5]], gen_length=2)
     timed, jump = sinklens.load(conformance / "duo"), sink_jumps(trained)[0]

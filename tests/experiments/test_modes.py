@@ -27,11 +27,6 @@ def prompts(reference):
     return reference.tensors["gen6.prompt"]
 
 
-@pytest.fixture(scope="module")
-def run(model, prompts):
-    return sinklens.generate(model, prompts, **SETTINGS)
-
-
 def test_effects_and_sweeps_of_an_intervention_compare_the_masked_positions_of_each_block(model, prompts):
     ablation, kept = AblateHeads(layers=[0], heads=[1]), {}
     found, runs = effect(model, prompts, ablation, **SETTINGS), []
@@ -56,7 +51,8 @@ def test_effects_and_sweeps_of_an_intervention_compare_the_masked_positions_of_e
         np.testing.assert_allclose(one, found.under_replay["kl"], atol=2e-5)
 
 
-def test_what_needs_one_mode_is_refused(model, prompts, run):
+def test_what_needs_one_mode_is_refused(model, prompts):
+    run = sinklens.generate(model, prompts, **SETTINGS)
     other = sinklens.generate(model, prompts, mode="autoregressive", gen_length=16)
     for call, match in [
         (lambda: compare(run, other), "a step of one is no step of the other"),

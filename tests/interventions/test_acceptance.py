@@ -25,11 +25,6 @@ def gemma(conformance):
     return sinklens.load(conformance / "diffusion-gemma")
 
 
-@pytest.fixture(scope="module")
-def base(gemma):
-    return sinklens.generate(gemma, PROMPTS, **SETTINGS)
-
-
 def run_with(gemma, *interventions, prompts=PROMPTS, seed=0):
     """A run, and what its sampler drew and would have accepted at each step: [step][point]."""
     seen = [{} for _ in range(STEPS)]
@@ -97,7 +92,8 @@ def test_chosen_positions_get_the_noise_of_the_step(gemma, form):
     assert changed > 0
 
 
-def test_a_run_with_the_same_seed_differs_only_at_the_renoised_position(gemma, base):
+def test_a_run_with_the_same_seed_differs_only_at_the_renoised_position(gemma):
+    base = sinklens.generate(gemma, PROMPTS, **SETTINGS)
     taken = ~base.undecided[:, 2:4, PROMPT : PROMPT + 8].numpy().any(axis=1)
     assert taken.any(axis=1).all()
     where = np.zeros((2, 1, 1, 1, LENGTH), dtype=bool)

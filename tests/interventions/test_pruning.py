@@ -23,12 +23,6 @@ def plain_run(worded):
     return run, input_norms(run)
 
 
-@pytest.fixture
-def own(worded):
-    """A model whose weights the test may change."""
-    return sinklens.load(random_hf(), tokenizer=worded().tokenizer)
-
-
 def looped(rows, share, norms=None):
     """Row by row: the inputs in the order of their scores, the first of equal ones first, and the lowest set to 0."""
     found = rows.clone()
@@ -151,8 +145,9 @@ def test_sinks_count_by_one_minus_their_strength_and_shuffled_ones_elsewhere(mod
     assert bool((moved.values[MLP] < plain.values[MLP]).all())
 
 
-def test_a_planted_sink_decides_which_weights_go(own):
+def test_a_planted_sink_decides_which_weights_go(worded):
     """Only position 2 uses input 7; scaled down as a sink, its weights go first."""
+    own = sinklens.load(random_hf(), tokenizer=worded().tokenizer)
     run = sinklens.generate(own, [LONG], **short(own, {"record_sinks": True}))
     run.sinks.data["score"][:] = 0.5
     run.sinks.data["score"][..., 2] = 200.0

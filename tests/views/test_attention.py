@@ -31,11 +31,6 @@ def run(tiny_llada):
     return sinklens.generate(tiny_llada, [problem.prompt for problem in held_out(2)])
 
 
-@pytest.fixture(scope="module")
-def causal(tiny_llama):
-    return sinklens.generate(tiny_llama, held_out(1)[0].prompt, gen_length=2)
-
-
 def props(view):
     block = re.search(r'<script type="application/json" id="props">(.*?)</script>', view.document)
     return json.loads(block[1])["props"]
@@ -45,7 +40,8 @@ def random_pattern(heads, positions):
     return torch.randn(heads, positions, positions).softmax(-1).numpy()
 
 
-def test_the_view_holds_the_pattern_and_its_tokens_of_all_heads_or_some(run, causal):
+def test_the_view_holds_the_pattern_and_its_tokens_of_all_heads_or_some(run, tiny_llama):
+    causal = sinklens.generate(tiny_llama, held_out(1)[0].prompt, gen_length=2)
     given = props(attention(run, step=9, layer=2, row=0))
     np.testing.assert_allclose(given["attention"], pattern_at(run, 9, 2, 0), atol=5.1e-5)
     words = run.sinks.vocabulary
