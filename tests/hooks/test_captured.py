@@ -204,8 +204,13 @@ def test_a_pass_that_python_takes_part_in_runs_as_it_always_did(counts, name, ch
     assert not counts
 
 
-def test_under_what_sees_every_operation_and_in_a_trace_block_nothing_is_captured(counts):
-    model = sinklens.load("tiny-llada")
+@pytest.fixture
+def model():
+    """One whose passes no other test has captured."""
+    return sinklens.load("tiny-llada")
+
+
+def test_under_what_sees_every_operation_and_in_a_trace_block_nothing_is_captured(model, counts):
     for inside in (FlopCounterMode(), torch.autocast("cpu", torch.bfloat16)):
         with inside:
             generate(model)
@@ -237,8 +242,7 @@ def scaled(which, by, run, device, pool):
     (partial(scaled, 1, 1.01), "its replay differs from it by 0.01 of its length"),
     (partial(scaled, 1, torch.nan), "its replay differs from it by nan of its length"),
 ])  # fmt: skip
-def test_a_pass_that_no_graph_repeats_runs_plainly_and_warns_once(counts, monkeypatch, instead, why):
-    model = sinklens.load("tiny-llada")
+def test_a_pass_that_no_graph_repeats_runs_plainly_and_warns_once(model, counts, monkeypatch, instead, why):
     monkeypatch.setattr(captured, "capture", instead)
     with pytest.warns(RuntimeWarning, match=f"without a CUDA graph.*{why}") as warned:
         for _ in range(2):
@@ -246,8 +250,7 @@ def test_a_pass_that_no_graph_repeats_runs_plainly_and_warns_once(counts, monkey
     assert len([one for one in warned if "CUDA graph" in str(one.message)]) == 1
 
 
-def test_an_interrupted_capture_leaves_the_model_usable(counts, monkeypatch):
-    model = sinklens.load("tiny-llada")
+def test_an_interrupted_capture_leaves_the_model_usable(model, counts, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="now"):
         patch.setattr(captured, "capture", partial(raising, KeyboardInterrupt("now")))
         generate(model)
@@ -255,8 +258,7 @@ def test_an_interrupted_capture_leaves_the_model_usable(counts, monkeypatch):
     assert counts["captures"] == 1
 
 
-def test_the_passes_used_last_are_kept_and_long_ones_are_not_captured(counts, monkeypatch):
-    model = sinklens.load("tiny-llada")
+def test_the_passes_used_last_are_kept_and_long_ones_are_not_captured(model, counts, monkeypatch):
     monkeypatch.setattr(captured, "KEPT", 2)
     monkeypatch.setattr(captured, "POSITIONS", 30)
     for length in (8, 12, 16, 12, 16, 8, 22):

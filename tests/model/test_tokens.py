@@ -111,16 +111,6 @@ def test_a_canvas_is_the_input_of_the_first_step_of_a_run(tiny_llada, chosen):
     assert torch.equal(encoded.real, run.real)
 
 
-def test_a_pass_over_a_canvas_gives_the_logits_of_the_first_step(tiny_llada):
-    first = []
-    sinklens.generate(
-        tiny_llada, TEXT, hooks=[("denoise.hook_logits", lambda value, hook: first.append(value.clone()))]
-    )
-    canvas = tiny_llada.to_canvas(TEXT)
-    masked = (canvas == tiny_llada.mask_token_id)[0]
-    torch.testing.assert_close(tiny_llada(canvas)[0, masked], first[0][0, masked], atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.parametrize("gen_length", [0, -3, 2.5, True, "8"])
 @pytest.mark.usefixtures("unchecked")
 def test_a_canvas_needs_a_positive_number_of_answer_positions(gen_length):
