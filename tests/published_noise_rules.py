@@ -134,8 +134,7 @@ def falling_time(net: Network, prompt: Ids, noise: Noise, given: Settings, weigh
             drawn = [best_token(row) for row in rows]
         else:
             drawn = raced(rows, noise, torch.float32)
-        ids = with_tokens(ids, places, dict(zip(places, drawn, strict=True)))
-        yield ids
+        yield (ids := with_tokens(ids, places, dict(zip(places, drawn, strict=True))))
 
 
 def mdlm(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
@@ -162,8 +161,7 @@ def mdlm_windows(net: Network, prompt: Ids, noise: Noise, given: Settings) -> It
             for row in weights:
                 row[net.mask] = until
             drawn = raced(weights, noise, torch.float32)
-            ids = with_tokens(ids, places, dict(zip(places, drawn, strict=True)))
-            yield ids
+            yield (ids := with_tokens(ids, places, dict(zip(places, drawn, strict=True))))
 
 
 # --- BD3-LM -----------------------------------------------------------------------------------------------------

@@ -256,8 +256,7 @@ def llada(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
                 chosen = top(places, scores, count if given["by_quota"] else 1, range(len(ids)))
                 if given["threshold"] is not None:
                     chosen += [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
-            ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-            yield ids
+            yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
 
 
 def without(logits: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -327,8 +326,7 @@ def dream(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
                 chosen = gumbel_top(places, scores, count, given["alg_temp"], noise, range(len(ids)))
                 if given["threshold"] is not None:
                     chosen += [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
-        ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-        yield ids
+        yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
 
 
 def dream_blocks(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
@@ -357,8 +355,7 @@ def dream_blocks(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             else:
                 high = [p for p, score in zip(places, scores, strict=True) if score >= given["threshold"]]
                 chosen = top(places, scores, 1, range(len(ids))) + high
-            ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-            yield ids
+            yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
 
 
 def diffullama(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
@@ -446,8 +443,7 @@ def rnd1(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
             ordered = torch.tensor([entropy[number] for number in order], dtype=PRECISION[0])
             within = ordered.cumsum(0) - ordered.cummax(0).values <= given["eb_gamma"]
             chosen = [places[number] for number in order[: int(within.sum())]]
-        ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-        yield ids
+        yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
 
 
 # --- block by block ---------------------------------------------------------------------------------------------
@@ -487,8 +483,7 @@ def sdar(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator
                     total += value
                     kept += total < given["eb_threshold"]
                 chosen = top(places, [-value for value in entropy], max(kept, 1))
-            ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-            yield ids
+            yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
             return
 
@@ -506,8 +501,7 @@ def llada2(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterat
             tokens = drawn(rows, given, noise)
             scores = [probs[token] for probs, token in zip(rows, tokens, strict=True)]
             chosen = above_or_top(places, scores, count, given["threshold"], range(first, first + size))
-            ids = with_tokens(ids, chosen, dict(zip(places, tokens, strict=True)))
-            yield ids
+            yield (ids := with_tokens(ids, chosen, dict(zip(places, tokens, strict=True))))
             now = any(ids[place] in oracle.ends for place in chosen)
             if given["eos_early_stop"] and now and oracle.ended(ids, start):
                 return
@@ -543,8 +537,7 @@ def llada21(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Itera
                 for place in places
                 if place not in masked and tokens[place] != ids[place] and scores[place] > given["editing_threshold"]
             ]
-            ids = with_tokens(ids, chosen + edits, tokens)
-            yield ids
+            yield (ids := with_tokens(ids, chosen + edits, tokens))
             if not masked and not edits:
                 break
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
@@ -589,8 +582,7 @@ def bd3lm(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterato
             logits = guided(oracle, ids, blind, given["cfg_scale"], blocks_of(size, lead))
             logits = shifted(logits) if given["right_shift_logits"] else logits
             chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise, inside)
-            ids = with_tokens(ids, chosen, tokens)
-            yield ids
+            yield (ids := with_tokens(ids, chosen, tokens))
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
             return
 
@@ -615,8 +607,7 @@ def bd3lm_card(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> It
             blind = [token if place in inside else oracle.mask for place, token in enumerate(ids)]
             logits = guided(oracle, ids, blind, given["cfg_scale"], seen)
             chosen, tokens = of_gumbel([logits[place] for place in places], places, count, given, noise, block)
-            ids = with_tokens(ids, chosen, tokens)
-            yield ids
+            yield (ids := with_tokens(ids, chosen, tokens))
             if given["stop"] and any(ids[place] in oracle.ends for place in inside):
                 return
 
@@ -635,8 +626,7 @@ def fast_dllm_v2(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             logits = oracle.logits(ids, blocks_of(size))
             if masked[0] == first:  # the last position of the finished block decides, by argmax
                 noise.double(1) if given["temperature"] else None
-                ids = with_tokens(ids, [first], {first: best_token(logits[first - 1])})
-                yield ids
+                yield (ids := with_tokens(ids, [first], {first: best_token(logits[first - 1])}))
                 continue
             part = (masked[0] - first) // small
             places = [place for place in masked if (place - first) // small == part]
@@ -644,8 +634,9 @@ def fast_dllm_v2(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             tokens = drawn(rows, given, noise)
             scores = [probs[token] for probs, token in zip(rows, tokens, strict=True)]
             high = [place for place, score in zip(places, scores, strict=True) if score > given["threshold"]]
-            ids = with_tokens(ids, leftmost_best(places, scores, 1) + high, dict(zip(places, tokens, strict=True)))
-            yield ids
+            yield (
+                ids := with_tokens(ids, leftmost_best(places, scores, 1) + high, dict(zip(places, tokens, strict=True)))
+            )
         if given["stop"] and any(token in oracle.ends for token in ids[start:]):
             return
 
@@ -656,8 +647,7 @@ def autoregressive(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -
     for _ in range(given["gen_length"]):
         logits = oracle.logits(ids, lambda query, key: key <= query)[-1]
         (token,) = drawn(greedy_or_truncated([logits], [0], given), given, noise)
-        ids = [*ids, token]
-        yield ids
+        yield (ids := [*ids, token])
         if token in oracle.ends:
             return
 
