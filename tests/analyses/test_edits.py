@@ -55,8 +55,7 @@ def test_decisions_that_move_attention_more_than_other_edits_are_found(tiny_llad
     monkeypatch.setattr(edits, "column_sums", only_undecided)
     table = Edits(settings=SHORT).run(tiny_llada, [problem.prompt for problem in held_out(12)]).tables["differences"]
     rows = table.query("lead == 0").set_index("compared")["verdict"]
-    assert rows["decided, later − answer token"] == "more"
-    assert rows["decided − shuffled"] == "cannot tell"
+    assert (rows["decided, later − answer token"], rows["decided − shuffled"]) == ("more", "cannot tell")
 
 
 def test_decided_is_the_motion_of_the_run(tiny_llada):

@@ -46,8 +46,7 @@ def test_the_share_of_prompts_that_share_a_stretch_ignores_numbers_copies_and_wh
 def test_groups_are_read_from_a_column(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": "x", "author": author}) for author in ("Ann", 7, "Ann")))
-    assert read_groups(file, "author") == ["Ann", "7", "Ann"]
-    assert read_groups(file, "author", 1) == ["Ann"]
+    assert (read_groups(file, "author"), read_groups(file, "author", 1)) == (["Ann", "7", "Ann"], ["Ann"])
     with pytest.raises(SinklensError, match=r"line 1: the group of the prompt is null; .*'book'.*prompt, author"):
         read_groups(file, "book")
     (tmp_path / "a.txt").write_text("x")

@@ -62,8 +62,7 @@ def test_batches_are_combined_in_the_order_of_the_prompts_and_equal_prompts_are_
         found = Letters(batch_size=2, shown=2).run("tiny-llada", ["a", "bb", "ccc", "ccc", "eeeee"])
     assert Letters.asked == [["a", "bb"], ["ccc", "eeeee"], ["ccc"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 3, 5]
-    assert found.tables["letters"]["estimate"].tolist() == [2.8]
-    assert found.files == ()
+    assert (found.tables["letters"]["estimate"].tolist(), found.files) == ([2.8], ())
     assert str(found.examples["tiny-llada"]["text"].item()) == "ccc"
     Letters.asked.clear()
     Letters().run(tiny_llada, torch.tensor([8, 9, 10]))

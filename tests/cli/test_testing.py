@@ -177,15 +177,13 @@ def test_groups_are_compared_where_prompts_have_groups(monkeypatch):
     assert verdict(single, single.found.p, single.p_equivalent) == "holds"
     monkeypatch.setattr(Plan, "groups", lambda self: groups)
     grouped = decided(plan, data(values))
-    assert grouped.found.n == 4
-    assert verdict(grouped, grouped.found.p, grouped.p_equivalent) == "cannot tell"
+    assert (grouped.found.n, verdict(grouped, grouped.found.p, grouped.p_equivalent)) == (4, "cannot tell")
     assert numbers(over_groups(values, groups)) == pytest.approx(numbers(grouped.found))
 
 
 def test_shipped_problems_are_grouped_by_template_unless_the_plan_says_none():
     templates = Plan("c", "m", 40, 0.1).groups()
-    assert len(templates) == 40
-    assert len(set(templates)) == 7
+    assert (len(templates), len(set(templates))) == (40, 7)
     assert Plan("c", "m", 40, 0.1, group="template").groups() == templates
     assert Plan("c", "m", 40, 0.1, group="none").groups() == []
     assert decided(Plan("c", "m", 40, 0.1), data(np.repeat([1.0, 0.0], 20))).found.n == 7
@@ -283,8 +281,7 @@ def test_holms_correction_counts_unfinished_tests(tmp_path):
     runs = [begin(tmp_path, plan, tmp_path / plan["claim"]) for plan in plans]
     assert finish(runs[0], 0.01, float("nan")) == (3, pytest.approx(0.03), 1.0)
     assert finish(runs[1], 0.02, 0.5).p == pytest.approx(0.04)
-    assert len(sharing(tmp_path, {"prompts": ["x", "y"]})) == 3
-    assert sharing(tmp_path, {"prompts": ["y"]}) == []
+    assert (len(sharing(tmp_path, {"prompts": ["x", "y"]})), sharing(tmp_path, {"prompts": ["y"]})) == (3, [])
 
 
 def test_a_missing_result_is_no_verdict():

@@ -143,8 +143,7 @@ def test_a_circuit_is_a_choice_of_the_strongest_edges():
     assert [(edge.sender, edge.receiver, edge.score) for edge in circuit.edges] == [
         ("embed", "L0H0.q", 5.0), ("embed", "0_mlp_in", -4.0), ("embed", "logits", 3.0),
     ]  # fmt: skip
-    assert circuit.share == 0.5
-    assert circuit.complement().size == 3
+    assert (circuit.share, circuit.complement().size) == (0.5, 3)
     assert repr(circuit) == "Circuit(3 of 6 edges)"
 
 

@@ -162,8 +162,7 @@ def test_the_generation_config_provides_end_tokens_and_sampler_settings(llada):
     made = {"eos_token_id": [5, 6], "sinklens": {"gen_length": 8, "block_length": 4}}
     (llada / "generation_config.json").write_text(json.dumps(made))
     model = sinklens.load(llada)
-    assert model.eos_token_ids == (5, 6)
-    assert model.checkpoint.defaults == {"gen_length": 8, "block_length": 4}
+    assert (model.eos_token_ids, model.checkpoint.defaults) == ((5, 6), {"gen_length": 8, "block_length": 4})
     assert sinklens.generate(model, torch.tensor([3, 4])).settings.block_length == 4
 
 

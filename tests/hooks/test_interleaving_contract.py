@@ -44,8 +44,7 @@ def during(root, look):
 def test_a_root_keeps_its_module_path_and_children(root):
     with nnsight("Envoy._module, .path and ._child_map"):
         assert isinstance(root._module, Doubling)
-        assert root.path == "model"
-        assert list(root._child_map) == ["first", "second"]
+        assert (root.path, list(root._child_map)) == ("model", ["first", "second"])
         assert {envoy.path for envoy in root.modules()} == {"model", "model.first", "model.second"}
 
 

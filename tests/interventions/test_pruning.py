@@ -177,8 +177,7 @@ def test_several_runs_add_up_and_conditioned_matrices_have_norms(model):
     torch.testing.assert_close(both.values[MLP] ** 2, one.values[MLP] ** 2 + other.values[MLP] ** 2)
     run = sinklens.generate(random_dit("sedd"), [[1, 2, 3]], gen_length=4, steps=2, progress=False)
     found = input_norms(run)
-    assert len(found.values) == 14
-    assert found.values["model.layers.1.modulation.weight"].shape == (6,)
+    assert (len(found.values), found.values["model.layers.1.modulation.weight"].shape) == (14, (6,))
     assert repr(found) == f"InputNorms(14 matrices, {7 * run.steps_run}.0 positions)"
 
 

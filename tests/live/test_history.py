@@ -194,8 +194,7 @@ def test_a_run_that_cannot_be_written_is_held_until_the_lab_closes(tiny_llada, t
     shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").write_text("in the way, like a full disk")
     kept = opened.submit({"prompt": PROMPT, "settings": {"gen_length": 4}})
-    assert finished(opened, kept) == "done"
-    assert opened.outcome(kept)[1].steps == 4
+    assert (finished(opened, kept), opened.outcome(kept)[1].steps) == ("done", 4)
     assert re.match(r"could not write .* The run is lost when the lab closes\.", opened.runs()[0]["error"])
     opened.close()
 
@@ -264,8 +263,7 @@ def test_a_run_cancelled_before_it_has_begun_does_not_run(tiny_llada, monkeypatc
     assert begun.wait(60)
     opened.cancel(run)
     released.set()
-    assert finished(opened, run) == "cancelled"
-    assert opened.run(run).facts["steps_run"] == 0
+    assert (finished(opened, run), opened.run(run).facts["steps_run"]) == ("cancelled", 0)
     opened.close()
 
 

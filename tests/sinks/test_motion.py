@@ -312,8 +312,7 @@ def test_the_table_holds_the_means_of_the_measures(track, tmp_path):
     found, exists = track.detect(LOW), motion.existing(track)
     table = motion.motion_table(track, LOW)
     lives = motion.lifetimes(found, exists)
-    assert table.index.name == "batch"
-    assert table["steps"].tolist() == [7, 7, 4]
+    assert (table.index.name, table["steps"].tolist()) == ("batch", [7, 7, 4])
     measures = {
         "jump_share": motion.jumps(track)["share"],
         "drift": motion.drift(track)["slope"],

@@ -118,7 +118,6 @@ def test_entries_are_matched_by_label_although_models_have_different_ones():
     }
     for given in (models, dict(reversed(models.items()))):
         table = seeds_table(given, ["x"]).set_index("token")
-        assert sorted(table.index) == ["0", "9", "a", "b"]
-        assert table.loc["a", "by_seed"] == "1 1"
+        assert (sorted(table.index), table.loc["a", "by_seed"]) == (["0", "9", "a", "b"], "1 1")
         assert table.loc["b", "estimate"] == 2.5
         assert np.isnan(table.loc["9", "estimate"])
