@@ -40,8 +40,7 @@ def written(folder, records, what=WHAT, kind="records"):
 
 def test_records_are_read_unchanged_and_sorted_by_sample(tmp_path):
     run = written(tmp_path, ENTRIES[::-1])
-    assert run.records() == ENTRIES
-    assert run.done() == {entry["sample"] for entry in ENTRIES}
+    assert (run.records(), run.done()) == (ENTRIES, {entry["sample"] for entry in ENTRIES})
     assert [found.what for found in LedgerRun.all(tmp_path)] == [WHAT]
 
 

@@ -85,8 +85,7 @@ def test_sums_over_later_queries_leave_out_the_earlier_ones(run):
 
 def test_a_mask_or_given_ids_can_be_put_in_place_and_draws_repeat(run):
     masks = swap_of(run, "word", "mask", steps=[0], rows=[1], count=3)
-    assert masks.sizes["swap"] == 3
-    assert set(masks["new"].values) == {run.model.mask_token_id}
+    assert (masks.sizes["swap"], set(masks["new"].values)) == (3, {run.model.mask_token_id})
     given = int(np.flatnonzero(kinds_of_vocabulary(run.model) == Kind.DIGIT)[7])
     found = swap_of(run, "word", "digit", among=[given], steps=[0])
     assert set(found["new"].values) == {given}

@@ -65,8 +65,7 @@ def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
     with pytest.warns(UserWarning, match=r"cut\.npz is damaged, or not a run of this version of the lab: BadZipFile"):
         cut, good = RunHistory(tmp_path).runs()
     assert (cut.id, cut.status, cut.damaged, good.id) == ("cut", "failed", True, "good")
-    assert good.spec == RunSpec.from_json(SPEC)
-    assert good.facts["text"] == "a"
+    assert (good.spec, good.facts["text"]) == (RunSpec.from_json(SPEC), "a")
 
 
 def other_files(folder: Path) -> dict[str, str]:

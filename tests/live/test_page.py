@@ -98,8 +98,7 @@ def test_the_script_and_the_saved_page_reproduce_what_is_shown(page, browser, tm
     page.fresh()
     browser.driver.get(file.as_uri())
     browser.wait("return performance.getEntriesByName('first-view').length > 0")
-    assert browser.text("prompt") == f"<|startoftext|>{PROMPT}"
-    assert browser.text("answer") == made["second"].text
+    assert (browser.text("prompt"), browser.text("answer")) == (f"<|startoftext|>{PROMPT}", made["second"].text)
 
 
 def state_of(browser):

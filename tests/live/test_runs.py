@@ -193,8 +193,7 @@ def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada,
     found = client.get("/api/compare", a=base_id, b=second)
     differs = (runs[0].canvas[0] != runs[1].canvas[0]).nonzero().tolist()
     assert differs, "the runs differ, or this test compares nothing"
-    assert found["cells"] == differs
-    assert found["first_difference"] == differs[0][0]
+    assert (found["cells"], found["first_difference"]) == (differs, differs[0][0])
     assert found["texts"] == [run.text for run in runs]
     changes = [change.kl.to_numpy()[0] for change in (expected.under_replay, expected.free_running)]
     kl = np.array([found["kl"], found["kl_free"]], dtype=float)

@@ -40,8 +40,7 @@ def right_to_left():
 
 def test_a_registered_sampler_runs_with_its_settings_and_records_sinks(tiny_llada, right_to_left):
     run = sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", gen_length=4)
-    assert run.settings == RightToLeft(4)
-    assert run.unmask_step[0, run.prompt_length :].tolist() == [3, 2, 1, 0]
+    assert (run.settings, run.unmask_step[0, run.prompt_length :].tolist()) == (RightToLeft(4), [3, 2, 1, 0])
     assert (run.sinks.data.attrs["sampler"], run.sinks.data.sizes["step"]) == ("from-the-right", 4)
 
 

@@ -122,8 +122,7 @@ def test_a_saved_view_draws_every_head_without_the_network(run, browser, tmp_pat
         "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)"
     )
     assert min(inked) > 10  # each of them shows many shades
-    assert browser.requests() == [(tmp_path / "heads.html").as_uri()]
-    assert browser.complaints() == []
+    assert (browser.requests(), browser.complaints()) == ([(tmp_path / "heads.html").as_uri()], [])
 
 
 @pytest.mark.browser

@@ -363,8 +363,7 @@ def shown(browser, tmp_path):
 def test_the_page_opens_offline_with_an_empty_console_and_its_header(opened, page, padded, tiny_llada):
     opened.js("document.getElementById('circuits').scrollIntoView()")
     opened.wait("return document.getElementById('circuits').dataset.shown")
-    assert opened.requests() == [page.as_uri()]
-    assert opened.complaints() == []
+    assert (opened.requests(), opened.complaints()) == ([page.as_uri()], [])
     ids = padded.canvas[0, 0, : padded.prompt_length][padded.real[0, : padded.prompt_length]]
     assert opened.text("prompt") == tiny_llada.tokenizer.decode(ids)
     assert opened.text("answer") == padded.answers[0].text

@@ -53,8 +53,7 @@ def test_a_click_on_the_canvas_or_in_a_pattern_is_the_selection(widget, browser,
         {"step": 0, "layer": mean[0], "head": mean[1], "query": None, "key": 4},
     ]
     browser.js("leave(); document.querySelector('iframe').contentWindow.postMessage('', '*')")
-    assert browser.complaints() == []
-    assert browser.requests() == [page.as_uri()]
+    assert (browser.complaints(), browser.requests()) == ([], [page.as_uri()])
 
 
 def test_the_selection_of_a_notebook_reaches_python(widget):

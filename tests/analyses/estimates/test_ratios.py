@@ -15,8 +15,7 @@ from sinklens.utils.estimates import Estimate, bootstrap
 def test_the_median_lies_between_the_order_statistics_with_the_binomial_s_probability(number):
     found = median(np.arange(1.0, number + 1))
     rank = int(found.low)
-    assert found.high == number + 1 - rank
-    assert found.value == (number + 1) / 2
+    assert (found.high, found.value) == (number + 1 - rank, (number + 1) / 2)
     assert stats.binom.cdf(rank - 1, number, 0.5) <= 0.025 < stats.binom.cdf(rank, number, 0.5)
 
 
