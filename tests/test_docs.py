@@ -167,8 +167,7 @@ def test_shapes_in_the_table_match_a_run(tiny_llada):
         "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head, "d_mlp": cfg.d_mlp,
         "vocab": cfg.d_vocab,
     }  # fmt: skip
-    documented = {name: torch.Size(sizes[axis] for axis in axes.split()) for name, axes in _points(cfg.n_layers)}
-    assert seen == documented
+    assert seen == {name: torch.Size(sizes[axis] for axis in axes.split()) for name, axes in _points(cfg.n_layers)}
 
 
 def test_every_error_class_has_a_heading():

@@ -29,8 +29,7 @@ def test_a_still_head_and_a_moving_head_have_the_planted_motion():
 
 def test_the_newest_query_is_the_row_added_by_a_step(tiny_llama):
     """Column sums minus those of the previous step equal the last row of the recorded pattern."""
-    record = sinklens.sinks.Record(patterns=[(3, 2)])
-    run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=record, gen_length=5)
+    run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=sinklens.sinks.Record(patterns=[(3, 2)]), gen_length=5)
     newest = newest_queries(run.sinks)
     row = run.patterns[3, 2][:, :, -1].numpy()
     found = newest.data["score"].sel(step=3, layer=2).to_numpy()[..., : row.shape[-1]]

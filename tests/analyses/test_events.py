@@ -30,8 +30,7 @@ def track_of(order, score):
 
 def correlations(order, score):
     data = events_of(track_of(order, score))
-    within = within_rows("planted", data, 0)[0]
-    return float(data["correlation"].mean()), bootstrap(data["partial"].to_numpy()), within
+    return float(data["correlation"].mean()), bootstrap(data["partial"].to_numpy()), within_rows("planted", data, 0)[0]
 
 
 def test_scores_that_know_the_order_predict_it_beyond_the_position():

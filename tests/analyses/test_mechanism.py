@@ -117,8 +117,7 @@ def planted(difference, cost):
 def test_verdicts_match_the_planted_effects():
     """Confidence falls only under steady masking; left to right costs more, random order does not."""
     cost = [[0.6, 0.1, 0.1], [0.1, 0.6, 0.1], [0.1, 0.1, 0.3]]
-    table = claims({"planted": planted([0.1, -0.2, 0.0], cost)}, seed=0)
-    rows = table.set_index(["measure", "pick"]).sort_index()
+    rows = claims({"planted": planted([0.1, -0.2, 0.0], cost)}, seed=0).set_index(["measure", "pick"]).sort_index()
     falls = "confidence falls more where the masked keys were attended to"
     further = "masking costs more from left to right than by confidence"
     shuffled = "masking costs more in random order than by confidence"

@@ -87,8 +87,7 @@ def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     short.write_text(json.dumps(problem) + "\n")
     out = tmp_path / "results"
     planted_run(out, {"tiny-gsm/0": True})  # a task without files in the same ledger
-    flags = ["--task", "humaneval", "--data", short, "--out", out]
-    assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0
+    assert run(capsys, "evaluate", "tiny-llada", "--task", "humaneval", "--data", short, "--out", out)[0] == 0
     code, _, printed = run(capsys, "score", out, "--run-generated-code", "--data", short)
     assert code == 0, printed
     code, printed, _ = run(capsys, "table", out)

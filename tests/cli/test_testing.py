@@ -102,10 +102,7 @@ def test_a_changed_plan_is_refused_after_the_first_run_and_the_first_one_resumes
 def test_every_test_on_a_prompt_is_counted_whatever_its_folder(run):
     printed = [run(lost, n, out=f"out-{n}")[1] for lost, n in ((0.4, 24), (0.0, 8), (0.0, 9))]
     assert [re.search(r"correction for (\d+) tests", text)[1] for text in printed] == ["1", "2", "3"]
-    again = run(0.4, 24, out="out-24")[1]
-    assert "correction for 3 tests" in again
-    p, corrected = (float(part) for part in re.search(r"p (\S+), after .* prompts (\S+);", again).groups())
-    assert corrected == pytest.approx(3 * p, rel=0.05)
+    assert "correction for 3 tests" in run(0.4, 24, out="out-24")[1]
 
 
 def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):

@@ -50,8 +50,7 @@ def test_rnd1_ends_its_canvas_with_the_closing_token_and_commits_within_its_boun
         run = sinklens.generate(model, PROMPT, gen_length=4, closing=closing)
         assert run.tokens[0, 13:].tolist() == token
         assert (run.unmask_step[0, 13:] == -1).all()
-    one = sinklens.generate(model, PROMPT, gen_length=6, eb_gamma=0.0)
-    assert (one.undecided.sum(dim=2)[0].diff() <= -1).all()
+    assert (sinklens.generate(model, PROMPT, gen_length=6, eb_gamma=0.0).undecided.sum(dim=2)[0].diff() <= -1).all()
     assert sinklens.generate(model, PROMPT, gen_length=6, eb_gamma=1e6).steps_run == 1
 
 
@@ -125,5 +124,4 @@ def test_a_suffix_is_filled_like_stored_tokens_behind_a_gap(conformance):
     uniform, _, *first = stored.settings["hooks"]  # without the hook that writes what follows the gap
     hooks = [Suffix(text=reference.tensors["gen2.input_ids"][0, -behind:].tolist()), uniform, *first]
     settings = stored.settings | {"gen_length": stored.settings["gen_length"] - behind, "hooks": hooks}
-    other = sinklens.generate(reference.load(), stored.prompt, **settings)
-    assert torch.equal(other.canvas[0, -1], run.canvas[0, -1])
+    assert torch.equal(sinklens.generate(reference.load(), stored.prompt, **settings).canvas[0, -1], run.canvas[0, -1])

@@ -31,8 +31,7 @@ def test_each_row_is_corrected_as_often_as_the_references(conformance):
     runs = [run for run in stored_runs(folder) if "corrections_per_row" in folder.runs[run.number]]
     assert len(runs) == 2
     for stored in runs:
-        counts = folder.runs[stored.number]["corrections_per_row"]
-        assert folder.repeat(stored).active.sum(dim=1).tolist() == counts
+        assert folder.repeat(stored).active.sum(dim=1).tolist() == folder.runs[stored.number]["corrections_per_row"]
 
 
 @pytest.mark.parametrize(("name", "number", "level"), [("duo", 5, "sigma"), ("gidd", 0, "t")])
@@ -40,8 +39,7 @@ def test_the_network_reads_the_stored_noise_levels(conformance, name, number, le
     folder, seen = open_folder(conformance / name), []
     keep = ("hook_time", lambda value, hook: seen.append(value.clone()))
     run = folder.repeat(stored_run(folder, number), record_sinks=False, hooks=[keep])
-    expected = folder.tensors[f"gen{number}.{level}"]
-    assert torch.equal(torch.stack(seen), expected[:, None].expand(-1, len(run.tokens)))
+    assert torch.equal(torch.stack(seen), folder.tensors[f"gen{number}.{level}"][:, None].expand(-1, len(run.tokens)))
     assert torch.equal(run.time, torch.stack(seen, dim=1))
     assert torch.equal(run.time_at(1), seen[1])
 

@@ -73,8 +73,7 @@ def test_drafts_verifications_and_accepted_lengths_equal_the_references(referenc
     def keep(value, hook):
         shown[hook.name.removeprefix("denoise.hook_")].append((hook.step, value.clone()))
 
-    hooks = [(f"denoise.hook_{name}", keep) for name in shown]
-    run = repeat(reference, number, use_cache=use_cache, hooks=hooks)
+    run = repeat(reference, number, use_cache=use_cache, hooks=[(f"denoise.hook_{name}", keep) for name in shown])
     tensors = {name: reference.tensors[f"gen{number}.{name}"] for name in ("draft", "verify", "accepted")}
     assert torch.equal(torch.cat([value for _, value in shown["verify"]]), tensors["verify"])
     assert torch.cat([value for _, value in shown["accepted_length"]]).tolist() == tensors["accepted"].tolist()

@@ -116,8 +116,7 @@ def test_every_canvas_equals_the_references_token_for_token(folder, name, number
     for stored in stored_runs(folder):
         if stored.number == number:
             for way in ways(name, number) if more else [{}]:
-                equal = stored.equal(folder.repeat(stored, **way))
-                assert equal == [True] * (stored.canvases.shape[1] + 1), way
+                assert stored.equal(folder.repeat(stored, **way)) == [True] * (stored.canvases.shape[1] + 1), way
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -125,8 +125,7 @@ def test_rolling_bounds_sum_over_windows(tiny_llada):
     last = PromptAnswer(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
     assert size < len(tokens) < 2 * size
     windows = [PromptAnswer((start,), tuple(tokens[:size])), last]
-    wanted = likelihoods(tiny_llada, windows, DrawRule(4, 2))
-    assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
+    assert found == pytest.approx(sum(one.value for one in likelihoods(tiny_llada, windows, DrawRule(4, 2))), rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "given", "answer", "error", "text"), [

@@ -56,8 +56,7 @@ def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
     short = {"gen_length": 12, "steps": 12, "block_length": 12}
     records = carry_out(tiny_llada, condition, SAMPLES[:2], PLAIN.with_settings(short))
     for sample, record in zip(SAMPLES, records, strict=False):
-        base = sinklens.generate(tiny_llada, sample.prompt, progress=False, **short)
-        hook = MaskSinks(top_k=1, source=base.sinks)
+        hook = MaskSinks(top_k=1, source=sinklens.generate(tiny_llada, sample.prompt, progress=False, **short).sinks)
         run = sinklens.generate(tiny_llada, sample.prompt, hooks=[hook], progress=False, **short)
         assert record["tokens"] == run.tokens[0, run.prompt_length :].tolist()
 

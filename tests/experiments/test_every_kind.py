@@ -198,8 +198,7 @@ def writers(run, case):
 
 
 def readers(run, case):
-    table = read_attribution(run, case.step, case.layer, case.head, key=pads(run) + case.key)
-    return table["kl"].to_numpy() * 100
+    return read_attribution(run, case.step, case.layer, case.head, key=pads(run) + case.key)["kl"].to_numpy() * 100
 
 
 def lens(run, case):

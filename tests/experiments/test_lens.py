@@ -208,8 +208,7 @@ def test_reading_calls_no_hook_and_leaves_no_gradient(models):
 
 def test_a_trace_and_a_run_that_ended_early_can_be_read(tiny_llada):
     lens = LogitLens(positions=[-1])
-    prompt = held_out(1)[0].prompt
-    with sinklens.trace(tiny_llada, prompt, hooks=[lens], threshold=0.5, record_sinks=False) as t:
+    with sinklens.trace(tiny_llada, held_out(1)[0].prompt, hooks=[lens], threshold=0.5, record_sinks=False) as t:
         for step in t.steps:
             pass
     assert t.steps_run < 24

@@ -109,9 +109,8 @@ def test_whatever_acts_on_each_step_alone_runs_only_its_step(models):
     track = sinklens.generate(model, PROMPTS, **settings)
     where = torch.zeros(1, 1, 1, 1, base.canvas.shape[2], dtype=torch.bool)
     where[..., 5] = True
-    along = torch.linspace(-1.0, 1.0, model.cfg.d_model)
     alone = {
-        "steer": Steer(along, 3.0, layers=[1], where="masked", steps=[2]),
+        "steer": Steer(torch.linspace(-1.0, 1.0, model.cfg.d_model), 3.0, layers=[1], where="masked", steps=[2]),
         "clamp": Ablate(point="hook_resid_pre", layers=[1], dims=[3], by=2.0, steps=[2]),
         "splice": SpliceSAE(Halved(), "blocks.1.hook_resid_post", steps=[2]),
         "hide": HideKeys(positions=[1], steps=[2]),

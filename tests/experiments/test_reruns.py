@@ -41,8 +41,7 @@ def test_a_step_computes_what_a_pass_over_the_same_canvas_computes(base, tiny_ll
 
 def test_prompt_tokens_that_the_earlier_run_changed_on_the_way_stay_changed(tiny_llada):
     seven = tiny_llada.to_single_token(" 7")
-    force = ForceTokens(tokens={2: seven}, steps=[2])
-    earlier = sinklens.generate(tiny_llada, QUESTION, hooks=force, **SETTINGS)
+    earlier = sinklens.generate(tiny_llada, QUESTION, hooks=ForceTokens(tokens={2: seven}, steps=[2]), **SETTINGS)
     found = corrupted(earlier, {" 17": " 19"}, record_sinks=False)
     assert found.text == earlier.text  # one string, as for the earlier run
     assert earlier.canvas[0, 3, 2] == found.canvas[0, 3, 2] == seven

@@ -40,8 +40,7 @@ def by_hand(token, decided, gap=None, entropy=None):
     data = {name: (axes, np.array([value], dtype=float)) for name, value in numbers.items() if value is not None}
     data |= {"token": (axes, token), "masked": (axes, masked), "token_id": (axes, np.where(masked, 99, final[:, None]))}
     data |= {"final_token": (("batch", "pos"), final), "decided_step": (("batch", "pos"), decided)}
-    answer = ("pos", np.ones(token.shape[2], dtype=bool))
-    return xr.Dataset(data | {"answer": answer}, {"step": range(token.shape[1])})
+    return xr.Dataset(data | {"answer": ("pos", np.ones(token.shape[2], dtype=bool))}, {"step": range(token.shape[1])})
 
 
 TOKENS = [[1, 7, 3], [1, 2, 4], [5, 2, 3], [5, 2, 3]]

@@ -99,8 +99,7 @@ def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tm
     with pytest.raises(CheckpointError, match="this checkpoint is quantized already"):
         sinklens.load(tmp_path / "published", quantization=method)
     file = tmp_path / "published" / "model.safetensors"
-    weights = load_file(file)
-    save_file({name: value for name, value in weights.items() if "layers.0.mlp.up_proj." not in name}, file)
+    save_file({name: value for name, value in load_file(file).items() if "layers.0.mlp.up_proj." not in name}, file)
     with pytest.raises(CheckpointError, match=r"weights are missing \(|could not load the quantized weights"):
         sinklens.load(tmp_path / "published")
 

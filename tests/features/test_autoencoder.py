@@ -28,8 +28,7 @@ def by_hand(sae, x):
         "jumprelu": lambda j: pre[j] > max(0.0, float(sae.threshold[j])),
     }[sae.architecture]
     features = [pre[j] if fires(j) else 0.0 for j in range(sae.d_sae)]
-    parts = [features[j] / lengths[j] * sae.W_dec[j] for j in range(sae.d_sae)]
-    return torch.tensor(features), sum(parts, sae.b_dec)
+    return torch.tensor(features), sum([features[j] / lengths[j] * sae.W_dec[j] for j in range(sae.d_sae)], sae.b_dec)
 
 
 @pytest.mark.parametrize("sae", KINDS, ids=lambda sae: sae.architecture)

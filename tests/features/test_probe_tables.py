@@ -54,8 +54,7 @@ def test_what_is_learned_by_heart_for_each_token_has_no_selectivity(kind, shift)
     assert heart["selectivity"] == pytest.approx(heart["score"] - heart["control"])
     assert heart["score"] > 0.95
     assert heart["p"] == pytest.approx(1 / 2000)
-    read = probe_table(ProbeData({"x": written}, data.columns), "beside", kind=kind).loc[0]
-    assert read["selectivity"] > 0.35
+    assert probe_table(ProbeData({"x": written}, data.columns), "beside", kind=kind).loc[0]["selectivity"] > 0.35
     del data.columns["token_id"]
     assert np.isnan(probe_table(data, "y", kind=kind).loc[0, "selectivity"])
 

@@ -66,8 +66,7 @@ def test_logistic_and_ridge_are_those_of_scikit_learn_on_standardized_activation
 def probe_of(model, classes=2, kind="difference"):
     """A probe of random activations at `POINT`."""
     x, y = sample(classes, d=model.cfg.d_model, seed=4)
-    data = ProbeData({POINT: x.astype(np.float32)}, {"prompt": np.arange(len(y)), "y": y})
-    return fit_probe(data, POINT, "y", kind)
+    return fit_probe(ProbeData({POINT: x.astype(np.float32)}, {"prompt": np.arange(len(y)), "y": y}), POINT, "y", kind)
 
 
 def streams(model, hooks):
@@ -90,8 +89,7 @@ def test_one_unit_of_steering_moves_a_place_from_one_class_mean_to_the_other(wor
 
 def test_one_unit_of_steering_a_regression_raises_its_prediction_by_one(worded):
     x, _ = sample(d=D)
-    data = ProbeData({POINT: x}, {"prompt": np.arange(len(x)), "y": x[:, 2] / 50})
-    probe = fit_probe(data, POINT, "y", "ridge")
+    probe = fit_probe(ProbeData({POINT: x}, {"prompt": np.arange(len(x)), "y": x[:, 2] / 50}), POINT, "y", "ridge")
     before, after = (probe.predict(stream.numpy()) for stream in streams(worded(), probe.steer(1.0)))
     np.testing.assert_allclose(after - before, 1.0, rtol=1e-4)
 

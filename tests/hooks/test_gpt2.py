@@ -51,8 +51,7 @@ def test_logits_and_patterns_equal_transformers(reference, model, ids):
 def test_the_stream_begins_with_tokens_and_positions(model, ids):
     _, points = model.run_with_cache(ids)
     assert largest_difference(points["hook_pos_embed"], model.W_pos[: ids.shape[1]].expand(2, -1, -1)) == 0
-    both = points["hook_embed"] + points["hook_pos_embed"]
-    assert largest_difference(points["blocks.0.hook_resid_pre"], both) == 0
+    assert largest_difference(points["blocks.0.hook_resid_pre"], points["hook_embed"] + points["hook_pos_embed"]) == 0
     assert model.tree.resolve("pos_embed.hook_out") == "hook_pos_embed"
 
 

@@ -43,8 +43,7 @@ def test_a_peek_inside_a_hook_calls_no_hooks_and_applies_no_edits():
     logits = model.run_with_hooks(ids, fwd_hooks=hooks)
     assert called == ["hook_embed", "peek", "blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre"]
     assert all(torch.equal(peeked[name], expected[name]) for name in NAMES)
-    without = [pair for pair in hooks if pair[1] is not peek]
-    assert torch.equal(model.run_with_hooks(ids, fwd_hooks=without), logits)
+    assert torch.equal(model.run_with_hooks(ids, fwd_hooks=[pair for pair in hooks if pair[1] is not peek]), logits)
 
 
 def test_a_failed_peek_leaves_the_model_unchanged(model, ids, monkeypatch):

@@ -44,8 +44,7 @@ def test_edits_at_all_points_at_once_combine(architecture, causal):
     edits = dict.fromkeys(EDITABLE, shift)
     # Real queries must not read padding, whose stream depends on the attention kernel of the layer below.
     edits["blocks.1.attn.hook_pattern"] = lambda pattern: torch.where(real[:, None, None], shift(pattern), pattern)
-    found = hooked(model, ids, edits, attention_mask=real)
-    close(found[real], plain_pass(model, ids, real, edits).logits[real])
+    close(hooked(model, ids, edits, attention_mask=real)[real], plain_pass(model, ids, real, edits).logits[real])
 
 
 @pytest.mark.fast_cases(8)

@@ -32,8 +32,9 @@ def test_attention_weights_give_the_projections_of_the_layer(architecture, causa
         for letter, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
             weight, bias = getattr(attn, f"W_{letter.upper()}"), getattr(attn, f"b_{letter.upper()}")
             assert (weight.shape, bias.shape) == ((heads, D_MODEL, D_HEAD), (heads, D_HEAD))
-            projected = torch.einsum("bpm,hmd->bphd", x, weight) + bias
-            close(projected.flatten(-2), getattr(self_attn, f"{letter}_proj")(x))
+            close(
+                (torch.einsum("bpm,hmd->bphd", x, weight) + bias).flatten(-2), getattr(self_attn, f"{letter}_proj")(x)
+            )
             assert torch.equal(getattr(model, f"W_{letter.upper()}")[number], weight)
             assert torch.equal(getattr(model, f"b_{letter.upper()}")[number], bias)
         z = torch.randn(2, 3, HEADS, D_HEAD)
@@ -183,8 +184,7 @@ def test_the_lens_calls_no_hook_of_the_final_norm():
 
 def test_directions_of_tokens_give_logits_of_the_normalized_stream(model, ids):
     plain = plain_pass(model, ids)
-    normalized = plain.values["ln_final.hook_normalized"]
-    close(normalized @ model.tokens_to_residual_directions(5), plain.logits[..., 5])
+    close(plain.values["ln_final.hook_normalized"] @ model.tokens_to_residual_directions(5), plain.logits[..., 5])
     close(model.tokens_to_residual_directions(5), model.ln_final.w * model.W_U[:, 5])
     some = torch.tensor([[1, 2, 3], [4, 5, 6]])
     directions = model.tokens_to_residual_directions(some)

@@ -113,8 +113,7 @@ def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(model, va
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("settings", CAUSAL)
 def test_in_an_autoregressive_run_the_token_is_first_and_a_zero_value_stays_zero(worded, settings, value):
-    model = worded("qwen2", True)
-    watched = watch(model, PADDED, [SinkToken(token=9, value=value)], ["hook_logits"], **settings)
+    watched = watch(worded("qwen2", True), PADDED, [SinkToken(token=9, value=value)], ["hook_logits"], **settings)
     run = watched.run
 
     edits = {f"blocks.{layer}.attn.hook_v": emptied([3, 0]) for layer in range(3)} if value == "zero" else {}

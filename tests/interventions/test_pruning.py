@@ -88,8 +88,7 @@ def test_stacked_experts_are_pruned_expert_by_expert_and_wanda_refuses_them():
     with PruneWeights(0.5).applied(model):
         for expert, rows in enumerate(before):
             assert torch.equal(experts.gate_up_proj[expert], looped(rows, 0.5))
-    run = sinklens.generate(model, random_ids(), gen_length=4, steps=2, block_length=4, progress=False)
-    norms = input_norms(run)
+    norms = input_norms(sinklens.generate(model, random_ids(), gen_length=4, steps=2, block_length=4, progress=False))
     with pytest.raises(SettingError, match=r"norms has no inputs of model\.layers\.1\.mlp\.experts\.gate_up_proj"):
         PruneWeights(0.5, "wanda", norms=norms).applied(model).__enter__()
     assert torch.equal(experts.gate_up_proj, before)

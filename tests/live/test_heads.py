@@ -31,8 +31,7 @@ def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
     found = tried(client, client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"], by="mean", layer=3)
     assert [(entry["layer"], entry["head"]) for entry in found] == [(3, head) for head in range(6)]
     for entry in found[:3]:
-        ablation = AblateHeads(layers=[3], heads=[entry["head"]], by="mean")
-        expected = effect(tiny_llada, PROMPT, ablation, **SHORT)
+        expected = effect(tiny_llada, PROMPT, AblateHeads(layers=[3], heads=[entry["head"]], by="mean"), **SHORT)
         assert {name: entry[name] for name in ("kl", "text", "same", "changed")} == {
             "kl": pytest.approx(float(np.nanmean(expected.under_replay.kl)), rel=1e-3, abs=1e-7),
             "text": expected.free.text,
@@ -71,8 +70,7 @@ def test_a_trial_can_be_stopped_and_one_that_cannot_begin_is_refused(client, gat
     assert client.http.post(f"/api/runs/{run}/heads", json={}).json()["total"] == 24
     assert client.http.post(f"/api/runs/{run}/cancel", json={}).status_code == 202
     gate.opened.set()
-    stopped = client.wait(lambda event: event.kind == "heads" and event.data["status"] == "cancelled")
-    assert stopped.data["heads"] == []
+    assert client.wait(lambda event: event.kind == "heads" and event.data["status"] == "cancelled").data["heads"] == []
     client.ended(blocked)
     for body, said in (({"by": "two"}, "zero, mean"), ({"layer": 4}, "0 to 3"), ({"layers": 1}, "by and layer")):
         answer = client.http.post(f"/api/runs/{run}/heads", json=body)

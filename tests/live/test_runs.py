@@ -116,8 +116,7 @@ def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
 
 def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, base, base_id):
     expected = sinklens.generate(tiny_llada, PROMPT, hooks=MaskSinks(top_k=10), replay=base, **SHORT)
-    chips = [{"kind": "mask_sinks", "top_k": 10}]
-    found = client.run(prompt=PROMPT, settings=SHORT, chips=chips, replay=base_id)
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"kind": "mask_sinks", "top_k": 10}], replay=base_id)
     assert found["canvas"] == base.canvas[0].tolist()
     np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
 

@@ -42,8 +42,7 @@ def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, c
 
 def test_texts_are_literals_whatever_they_contain():
     hostile = "'); import os; os.system('x')\n\"\"\" \\ \u2028 \ud800 {} %s"
-    spec = RunSpec("m", hostile, settings={"remasking": "'+exit()+'"})
-    source = script({"run": spec}, {"m": "sinklens.load('m')"})
+    source = script({"run": RunSpec("m", hostile, settings={"remasking": "'+exit()+'"})}, {"m": "sinklens.load('m')"})
     assert source.isascii()
     calls = []
 

@@ -315,8 +315,7 @@ def test_logits_equal_those_of_peft(family, tmp_path):
     ids = random_ids()
     with torch.no_grad():
         wanted = adapted.eval()(ids).logits
-    model = sinklens.load(base, adapter=tmp_path / "adapter")
-    torch.testing.assert_close(model(ids), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sinklens.load(base, adapter=tmp_path / "adapter")(ids), wanted, rtol=1e-4, atol=1e-4)
     shutil.copytree(tmp_path / "adapter", base, dirs_exist_ok=True)
     torch.testing.assert_close(sinklens.load(base)(ids), wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(CheckpointError, match="has an adapter of peft"):

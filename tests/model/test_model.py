@@ -77,8 +77,7 @@ def test_a_pattern_edited_after_its_sink_scores_were_read_still_takes_effect(mod
         scores = model.blocks[1].attn.hook_sink_scores.output.save()
     for found in (scores, cache[f"model.{SINKS}"].output):
         assert torch.equal(found, torch.full((2, 6, 7), 7 * 0.25))
-    expected = plain_pass(model, ids, edits={PATTERN: lambda pattern: torch.full_like(pattern, 0.25)}).logits
-    close(logits, expected)
+    close(logits, plain_pass(model, ids, edits={PATTERN: lambda pattern: torch.full_like(pattern, 0.25)}).logits)
 
 
 def test_an_nnsight_cache_of_everything_holds_every_point(model, ids):
@@ -252,8 +251,7 @@ def test_printing_shows_every_point_and_the_module_it_belongs_to_with_equal_laye
     _, *lines = str(model).split("\n")
     assert any(line.startswith("blocks.0-3 ") and " model." in line and ".layers.0-3 " in line for line in lines)
     assert len(lines) < 35
-    shown = set(re.findall(r"hook_\w+", str(model)))
-    assert shown == {point.rpartition(".")[2] for point in model.hook_names()}
+    assert set(re.findall(r"hook_\w+", str(model))) == {point.rpartition(".")[2] for point in model.hook_names()}
     layer = model.hf.get_submodule(f"{model.tree.architecture.base}.layers.0")
     for line in lines:
         path = line[19:60].strip().replace("0-3", "0")

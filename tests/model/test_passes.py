@@ -74,8 +74,7 @@ def test_the_tokens_of_texts_carry_their_padding(shipped, side):
 
 
 def test_the_canvas_of_texts_carries_its_padding(tiny_llada):
-    logits = tiny_llada(tiny_llada.to_canvas([TEXT, OTHER], gen_length=4))
-    for row, text in zip(logits, (TEXT, OTHER), strict=True):
+    for row, text in zip(tiny_llada(tiny_llada.to_canvas([TEXT, OTHER], gen_length=4)), (TEXT, OTHER), strict=True):
         alone = tiny_llada(tiny_llada.to_canvas(text, gen_length=4))[0]
         torch.testing.assert_close(row[-len(alone) :], alone, atol=1e-4, rtol=1e-5)
 

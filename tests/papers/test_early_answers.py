@@ -40,8 +40,7 @@ def by_hand(network, problem):
         )  # fmt: skip
         for kept, value in zip(found.values(), values, strict=True):
             kept.append(torch.as_tensor(value))
-    text = network.text(run.tokens[len(prompt) :])
-    return {name: torch.stack(parts).numpy() for name, parts in found.items()}, text
+    return {name: torch.stack(parts).numpy() for name, parts in found.items()}, network.text(run.tokens[len(prompt) :])
 
 
 @pytest.fixture(scope="module", params=["tiny-llada", "tiny-dream"])
@@ -74,8 +73,7 @@ def test_every_guess_is_judged_as_by_hand(both):
     np.testing.assert_array_equal(spelled, [values["spelled"] for values, _ in hand])
     final = [correct(text, problem) for (_, text), problem in zip(hand, PROBLEMS, strict=True)]
     np.testing.assert_array_equal(known["final"], final)
-    first = [line.argmax() / 24 if line.any() else np.nan for line in by_step]
-    np.testing.assert_allclose(known["first"], first)
+    np.testing.assert_allclose(known["first"], [line.argmax() / 24 if line.any() else np.nan for line in by_step])
     if run.model.name.endswith("tiny-llada"):  # a step earlier or later, other verdicts would come out
         assert 0 < by_step.mean() < 1
         assert (by_step[:, 1:] != by_step[:, :-1]).any()

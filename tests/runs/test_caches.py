@@ -58,8 +58,7 @@ def test_values_are_cached_after_edits(tiny_llada):
         assert caches[step][Z][:, :, 2].abs().max() > 0
         assert (caches[step][RESID] == 7).all()
     assert torch.equal(caches[5][MLP], seen)
-    plain = sinklens.generate(tiny_llada, PROMPT, **SHORT)
-    _, cache = tiny_llada.run_with_cache(plain.canvas[:, 0], names_filter=MLP)
+    _, cache = tiny_llada.run_with_cache(sinklens.generate(tiny_llada, PROMPT, **SHORT).canvas[:, 0], names_filter=MLP)
     torch.testing.assert_close(caches[0][MLP], cache[MLP] * 0.5)
 
 

@@ -38,8 +38,7 @@ def test_scores_are_sums_of_the_chosen_real_rows_and_logits_do_not_change(worded
     rows = run.patterns[2, 1].numpy() * counted[:, 2, None, :, None]
     score = run.sinks["score"].isel(step=2, layer=1).to_numpy()
     np.testing.assert_allclose(score, rows.sum(axis=2), atol=1e-5)
-    percent = run.sinks.scores("percent").isel(step=2, layer=1).sum("pos").to_numpy()
-    np.testing.assert_allclose(percent, 100, rtol=1e-4)
+    np.testing.assert_allclose(run.sinks.scores("percent").isel(step=2, layer=1).sum("pos").to_numpy(), 100, rtol=1e-4)
     assert model.tree.watch.forward_pass.counted is None
     for (step, layer), pattern in patterns.items():
         score = run.sinks["score"].isel(step=step, layer=layer).to_numpy()

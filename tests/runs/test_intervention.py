@@ -140,8 +140,7 @@ def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
     assert steps > 2
     assert torch.equal(together.run.canvas[0, : steps + 1, -length:], alone.run.canvas[0, : steps + 1])
     expected = logits_of(alone)[0, :steps, -8:]  # of the answer; Dream shifts logits of padding to a row's first token
-    found = logits_of(together)[0, :steps, -expected.shape[1] :]
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits_of(together)[0, :steps, -expected.shape[1] :], expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.fast_cases(4)

@@ -187,8 +187,7 @@ def test_replaced_values_of_text_and_canvas_are_those_of_encoder_and_decoder(gem
     seen: dict[tuple[int, str], Tensor] = {}
     ends = ("attn.hook_v", "attn.hook_pattern", "attn.hook_z")
     watch = (lambda name: name.endswith(ends), lambda value, hook: seen.update({(hook.step, hook.name): value.clone()}))
-    run = sinklens.generate(gemma, prompt, hooks=[AblateValues(where=where, by=by), watch], **SLOW)
-    assert run.steps_run == 6
+    assert sinklens.generate(gemma, prompt, hooks=[AblateValues(where=where, by=by), watch], **SLOW).steps_run == 6
     changed = 0
     for step, layer in itertools.product((1, 4), range(LAYERS)):
         at, first = f"blocks.{layer}.attn", 9 if step == 1 else 17

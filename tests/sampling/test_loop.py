@@ -77,8 +77,9 @@ def test_an_end_token_written_by_a_hook_ends_an_autoregressive_row(tiny_llama):
 
     for hook in (written, returned):
         run = sinklens.generate(tiny_llama, PROMPTS[:2], hooks=[("denoise.hook_canvas", hook)], record_sinks=False)
-        ends = run.tokens[0, run.prompt_length + 2 :]
-        assert (ends[: run.steps_run - 2] == tiny_llama.eos_token_ids[0]).all()
+        assert (
+            run.tokens[0, run.prompt_length + 2 : run.prompt_length + run.steps_run] == tiny_llama.eos_token_ids[0]
+        ).all()
 
 
 def test_editing_confidence_changes_the_commit_order(tiny_llada):

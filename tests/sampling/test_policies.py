@@ -411,8 +411,7 @@ def test_a_replay_that_would_run_other_steps_is_refused(worded):
     base = sinklens.generate(model, PROMPTS, threshold=1.0, **settings)
     with pytest.raises(SettingError, match="by_quota=False can leave masks that a run without a cache policy decides"):
         sinklens.generate(model, PROMPTS, threshold=1.0, cache=DualCache(), replay=base, **settings)
-    again = sinklens.generate(model, PROMPTS, threshold=1.0, replay=base, **settings)
-    assert torch.equal(again.canvas, base.canvas)
+    assert torch.equal(sinklens.generate(model, PROMPTS, threshold=1.0, replay=base, **settings).canvas, base.canvas)
 
 
 def test_a_mean_value_is_that_of_the_keys_that_are_not_hidden(worded):

@@ -50,8 +50,7 @@ def model_of(
         causal=attention == "causal", shift=shift, mask_token_id=MASK, block_causal=length > 0,
     )  # fmt: skip
     raw = hf.config.to_dict() | {"eos_token_id": list(ENDS)}
-    blocks = Blocks(length, start) if length else None
-    return Model(prepare(hf, None, family, raw, "random", blocks=blocks)), oracle
+    return Model(prepare(hf, None, family, raw, "random", blocks=Blocks(length, start) if length else None)), oracle
 
 
 def truncation(rng: random.Random) -> Settings:

@@ -180,8 +180,7 @@ def test_a_head_without_output_has_no_broadcast_sink():
     """Its stable rank is NaN; so are the ratios of a head whose every value was set to zero."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        silent = planted([[5.0, *[0.1] * 11]], value_norm=[[1.0] * 12], output_rank=[NAN])
-        assert not silent.detect(Broadcast()).any()
+        assert not planted([[5.0, *[0.1] * 11]], value_norm=[[1.0] * 12], output_rank=[NAN]).detect(Broadcast()).any()
         zeroed = planted([[5.0, *[0.1] * 11]], value_norm=[[0.0] * 12], output_rank=[NAN])
         for detector in (Broadcast(), NoOp(), SmallValueNorm()):
             assert not zeroed.detect(detector).any()

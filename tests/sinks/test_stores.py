@@ -45,8 +45,7 @@ def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, 
         appended.extend(weakref.ref(array) for array in step.values())
 
     monkeypatch.setattr(StoredSteps, "append", watch)
-    record = Record(QUANTITIES, out=tmp_path / "run.zarr")
-    sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
+    sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=Record(QUANTITIES, out=tmp_path / "run.zarr"))
     assert len(appended) == 5 * 10
     assert max(alive) <= 10
 

@@ -58,8 +58,7 @@ def test_the_parts_equal_those_of_an_explicit_loop(causal):
 )
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_the_strongest_keys_of_a_kind_have_that_kind(shipped, only, wanted):
-    prompts = [problem.prompt for problem in held_out(2)]
-    track = sinklens.generate(shipped, prompts, gen_length=8, progress=False).sinks
+    track = sinklens.generate(shipped, [problem.prompt for problem in held_out(2)], gen_length=8, progress=False).sinks
     found, scores = StrongestKeys(2, only).detect(track).to_numpy(), track.scores().to_numpy()
     overall = StrongestKeys(2, only, overall=True).detect(track).to_numpy()
     codes, state = kinds(track).to_numpy(), states(track).to_numpy()

@@ -71,8 +71,7 @@ def test_five_examples_are_drawn_for_each_problem_regardless_of_the_limit(folder
     prompts = [sample.prompt for sample in Gsm8k(folder).samples()]
     rng = random.Random(1234)
     for number, prompt in enumerate(prompts):
-        drawn = rng.sample(range(8), 5)
-        expected = "\n\n".join(f"Question: Train {i}?\nAnswer: Work {i}.\n#### {i}" for i in drawn)
+        expected = "\n\n".join(f"Question: Train {i}?\nAnswer: Work {i}.\n#### {i}" for i in rng.sample(range(8), 5))
         assert prompt == f"{expected}\n\nQuestion: Test {number}?\nAnswer:"
     assert [sample.prompt for sample in Gsm8k(folder).samples(2)] == prompts[:2]
     assert len({prompt.split("Question: Test")[0] for prompt in prompts}) == 3

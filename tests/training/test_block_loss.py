@@ -38,8 +38,7 @@ def test_each_noisy_block_gets_the_logits_of_the_clean_text_before_it_and_itself
         assert found.shape[1] == 32  # of the 48 positions of the completed rows
         for number, start in enumerate(range(16, 48, BLOCK)):
             expected = loaded(torch.cat([clean[:, :start], noisy[:, start : start + BLOCK]], dim=1))[:, start:]
-            here = found[:, number * BLOCK : (number + 1) * BLOCK]
-            torch.testing.assert_close(here, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found[:, number * BLOCK : (number + 1) * BLOCK], expected, atol=1e-5, rtol=1e-5)
 
 
 def naive_doubled_logits(hf, clean, noisy):

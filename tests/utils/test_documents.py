@@ -104,8 +104,7 @@ def test_mistyped_or_cut_files_raise_errors_of_sinklens(tmp_path: Path, kind: An
 
 @pytest.fixture(scope="module")
 def track() -> SinkTrack:
-    model = sinklens.load("tiny-llada", check=False)
-    found = generate(model, [[5, 6]], gen_length=4, steps=2, progress=False).sinks
+    found = generate(sinklens.load("tiny-llada", check=False), [[5, 6]], gen_length=4, steps=2, progress=False).sinks
     assert found is not None
     return found
 

@@ -148,8 +148,7 @@ def test_the_limits_of_a_mean_equal_those_of_resampling_prompts():
     values = np.array([1.0, 4.0, 2.0, 8.0, 5.0])
     found = bootstrap(values, seed=3)
     assert found.value == pytest.approx(4.0)
-    expected = naive(lambda drawn: float(np.mean(values[drawn])), 5, 3)
-    assert (found.low, found.high) == pytest.approx(tuple(expected))
+    assert (found.low, found.high) == pytest.approx(tuple(naive(lambda drawn: float(np.mean(values[drawn])), 5, 3)))
     assert found.n == 5
 
 

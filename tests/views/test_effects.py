@@ -33,8 +33,7 @@ def test_the_largest_parts_have_bars_and_the_others_share_one():
     ax = writer_bars(TABLE)
     names = [label.get_text() for label in ax.get_yticklabels()]
     assert (names[:5], names[-1]) == (["L0H0", "0_mlp_out", "embed", "bias", "L0H1"], "3 others")
-    widths = [bar.get_width() for bar in ax.patches]
-    assert widths == pytest.approx([-2.0, 1.0, 0.5, 0.2, 0.1, *[0.01] * 7, 0.03])
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([-2.0, 1.0, 0.5, 0.2, 0.1, *[0.01] * 7, 0.03])
     assert ax.get_title() == "who wrote the key: head 1.3, step 4, key 17, mean over queries"
     heads = writer_bars(TABLE, "query")
     assert heads.patches[0].get_width() == pytest.approx(-4.0)

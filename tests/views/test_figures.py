@@ -113,8 +113,7 @@ def test_a_runs_labels_are_its_final_tokens_and_named_tracks_are_titled(tiny_lla
 
 def test_awkward_tokens_are_shown_verbatim():
     """Two dollar signs do not start a formula, and a character missing from the font is shown by its code point."""
-    ids = np.array([[[3, 4, 5, 6, 7, 8, 9, 10, 1, -1]]])
-    track = planted_track(with_sinks([[[2]]]), token_id=ids, words=AWKWARD)
+    track = planted_track(with_sinks([[[2]]]), token_id=np.array([[[3, 4, 5, 6, 7, 8, 9, 10, 1, -1]]]), words=AWKWARD)
     names = ["\\$\\frac{", "⏎⏎", "a_b", " _c\\$", "U+4E2D", "␣", "x" * 15 + "…", "\\x1b", "░", "░"]
     assert token_labels(track) == names
     ax = sink_map(track)

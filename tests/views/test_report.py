@@ -487,8 +487,7 @@ def test_the_attention_of_a_step_layer_and_head_is_shown(opened, padded):
             assert f"gives key {key + first} " in readout
             value = 0.0 if "under" in readout else float(readout.rpartition(" ")[2])
             assert value == pytest.approx(exact[query, key], abs=float(np.sqrt(exact[query, key])) / 255 + 0.001)
-        scores = padded.sinks.scores().to_numpy()[0, step, layer, head]
-        best = np.argsort(-np.nan_to_num(scores), kind="stable")[:12]
+        best = np.argsort(-np.nan_to_num(padded.sinks.scores().to_numpy()[0, step, layer, head]), kind="stable")[:12]
         assert opened.js("return [...document.querySelectorAll('#keys .at')].map(n => +n.textContent)") == best.tolist()
 
 

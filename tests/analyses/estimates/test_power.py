@@ -62,8 +62,7 @@ def test_no_difference_is_found_equivalent_with_enough_prompts_only():
 def verdicts(lost, gained, number):
     values = np.zeros(number)
     values[:lost], values[lost : lost + gained] = 1, -1
-    table = interval_table({"planted": xr.Dataset({"cost": ("prompt", values)})}, ["cost"], null=0.0)
-    return judged(table).iloc[0]
+    return judged(interval_table({"planted": xr.Dataset({"cost": ("prompt", values)})}, ["cost"], null=0.0)).iloc[0]
 
 
 @pytest.mark.parametrize(

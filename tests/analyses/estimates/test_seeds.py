@@ -85,8 +85,7 @@ def test_p_values_invert_the_interval():
     for values in ([1.0, 2.0, 3.0], [1.9, 2.0, 2.1], [4.0, 4.4, 4.1]):
         found = over_seeds(values)
         for threshold in (0.0, found.low - 1e-6, found.low + 1e-6, found.high + 1e-6):
-            p = over_seeds(values, threshold=threshold).p
-            assert (p < 0.05) == (judged(found, threshold) != "cannot tell")
+            assert (over_seeds(values, threshold=threshold).p < 0.05) == (judged(found, threshold) != "cannot tell")
     assert np.isnan(over_seeds([1.0]).p)
 
 

@@ -38,8 +38,7 @@ def naive(model, pair):
 @pytest.mark.parametrize("rows", [None, 1, 2])
 @pytest.mark.parametrize("hooks", [(), [("blocks.0.hook_resid_post", lambda value, hook: None)]])
 def test_the_likelihood_is_the_product_over_tokens(model, rows, hooks):
-    found = likelihoods(model, PAIRS, DrawRule(), batch_size=rows, hooks=hooks)
-    for pair, one in zip(PAIRS, found, strict=True):
+    for pair, one in zip(PAIRS, likelihoods(model, PAIRS, DrawRule(), batch_size=rows, hooks=hooks), strict=True):
         np.testing.assert_allclose(one.losses[0], naive(model, pair), rtol=1e-4)
         assert (one.kind, one.standard_error) == ("likelihood", 0.0)
         assert one.value == pytest.approx(-sum(naive(model, pair)), rel=1e-5)

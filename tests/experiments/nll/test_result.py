@@ -14,8 +14,7 @@ def planted(losses, shares, kind="estimate", batch=1, blocks=None):
     losses = np.array([[np.nan if loss is None else loss for loss in row] for row in losses], dtype=float)
     shares = np.broadcast_to(np.array(shares, dtype=float).reshape(len(losses), -1), losses.shape)
     blocks = np.zeros(losses.shape[1], dtype=int) if blocks is None else np.array(blocks)
-    weights = 1 / (shares * len(losses))
-    return Likelihood(kind, tuple(range(losses.shape[1])), losses, shares, weights, blocks, batch)
+    return Likelihood(kind, tuple(range(losses.shape[1])), losses, shares, 1 / (shares * len(losses)), blocks, batch)
 
 
 def random_estimate(rng, draws=32, batch=8, length=4, offset=0.0, common=None):
@@ -61,8 +60,7 @@ def test_intervals_of_differences_over_answers_cover_the_truth():
     for _ in range(300):
         masks = [rng.random((8, 4)) < 0.5 for _ in range(10)]
         base = [random_estimate(rng, 8, 4, common=mask) for mask in masks]
-        changed = [random_estimate(rng, 8, 4, offset=0.5, common=mask) for mask in masks]
-        found = likelihood_difference(base, changed)
+        found = likelihood_difference(base, [random_estimate(rng, 8, 4, offset=0.5, common=mask) for mask in masks])
         covered += found.low <= -2.0 <= found.high  # 0.5 nats at 2 of 4 positions, divided by the share 0.5
     assert 0.91 < covered / 300 < 0.99
 
