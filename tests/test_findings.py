@@ -13,6 +13,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "scripts")
     script = importlib.import_module("findings")
     from findings_tables import LOG
+TEXT = script.PAGE.read_text()
 NUMBER = r"(?<![\w.,-])−?\d+(?:[.,]\d+)*(?![\w])"
 
 
@@ -31,22 +32,20 @@ def constants(text):
 
 @pytest.mark.extended
 def test_the_tables_are_those_of_the_stored_results():
-    text = script.PAGE.read_text()
-    assert text == script.current(text), "run python scripts/findings.py"
-    assert {match[2] for match in script.MARKED.finditer(text)} == set(script.TABLES)
+    assert TEXT == script.current(TEXT), "run python scripts/findings.py"
+    assert {match[2] for match in script.MARKED.finditer(TEXT)} == set(script.TABLES)
 
 
 def test_every_number_of_the_page_is_in_one_of_its_tables():
-    text = script.PAGE.read_text()
-    tables = " ".join(match[0] for match in script.MARKED.finditer(text))
-    assert set(re.findall(NUMBER, prose(text))) - set(re.findall(NUMBER, tables)) - constants(text) == set()
+    tables = " ".join(match[0] for match in script.MARKED.finditer(TEXT))
+    assert set(re.findall(NUMBER, prose(TEXT))) - set(re.findall(NUMBER, tables)) - constants(TEXT) == set()
 
 
 def test_the_page_is_short_and_has_four_figures():
-    text, _ = script.PAGE.read_text().split("## The numbers")
+    text, _ = TEXT.split("## The numbers")
     assert len(prose(text).split()) <= 1500
     assert len(re.findall(r"!\[", text)) == 4
-    assert sum(any(map(str.isalnum, word)) for word in script.PAGE.read_text().split()) <= 4000
+    assert sum(any(map(str.isalnum, word)) for word in TEXT.split()) <= 4000
 
 
 def test_seeds_are_combined_by_the_rule_of_the_code():
@@ -63,8 +62,7 @@ def test_seeds_are_combined_by_the_rule_of_the_code():
 
 
 def test_the_page_names_the_command_that_measured_each_table():
-    text = script.PAGE.read_text()
     for table in script.TABLES.values():
         for file in script.files(table):
-            assert f"sinklens analyse {Path(file).name.split('-')[0]} " in text, file
+            assert f"sinklens analyse {Path(file).name.split('-')[0]} " in TEXT, file
             assert (script.RESULTS / f"{file}.csv").is_file()

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from planting import planted
+from planting import planted, with_sinks
 
 import sinklens
 from sinklens.errors import TrackError
@@ -20,11 +20,8 @@ LOW = EpsilonOverMean(0.6)
 
 def path(positions, length=8, strength=6.0):
     """A track of one head whose strongest key is at `positions`, one per step; None for an all-zero pattern."""
-    score = np.full((1, len(positions), 1, 1, length), 0.25)
-    for step, position in enumerate(positions):
-        score[0, step] = 0.0 if position is None else score[0, step]
-        if position is not None:
-            score[0, step, 0, 0, position] = strength
+    score = with_sinks([[[position]] for position in positions], length, strength)
+    score[0, [position is None for position in positions]] = 0.0
     return planted(score)
 
 

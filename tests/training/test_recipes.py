@@ -32,12 +32,11 @@ def test_a_variant_changes_one_setting_of_the_first_cycle(name, change):
 
 def test_steps_depend_on_the_cycles_up_to_them_and_their_data():
     complete = Recipe("mixed", "masked", cycles=(30, 20, 10), peaks=(1.0, 0.5, 0.5), code=9, skills=5, problems_first=2)
-    for step in (0, 1, 30):
-        assert complete.until(step) == Recipe("mixed", "masked", cycles=(30,))
-    for step in (31, 50):
-        assert complete.until(step) == Recipe("mixed", "masked", cycles=(30, 20))
-    for step in (51, 60, 99):
-        assert complete.until(step) == complete
+    first, second = (Recipe("mixed", "masked", cycles=cycles) for cycles in ((30,), (30, 20)))
+    expected = (
+        dict.fromkeys((0, 1, 30), first) | dict.fromkeys((31, 50), second) | dict.fromkeys((51, 60, 99), complete)
+    )
+    assert {step: complete.until(step) for step in expected} == expected
     assert replace(complete, peaks=(1.0, 0.25, 0.5)).until(31) != complete.until(31)
     assert replace(complete, peaks=(1.0, 0.25, 0.5)).until(30) == complete.until(30)
     assert replace(complete, problems_first=1).until(31) != complete.until(31)
