@@ -32,7 +32,7 @@ def constants(text):
 
 @pytest.mark.extended
 def test_the_tables_are_those_of_the_stored_results():
-    assert TEXT == script.current(TEXT), "run python scripts/findings.py"
+    assert script.current(TEXT) == TEXT, "run python scripts/findings.py"
     assert {match[2] for match in script.MARKED.finditer(TEXT)} == set(script.TABLES)
 
 

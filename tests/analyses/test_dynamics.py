@@ -12,7 +12,7 @@ from sinklens.analyses.dynamics import (
     motion_of,
     newest_queries,
 )
-from sinklens.analyses.nulls import COMPARED, null_of
+from sinklens.analyses.nulls import COMPARED, causal_null, null_of
 
 
 def test_a_still_head_and_a_moving_head_have_the_planted_motion():
