@@ -208,6 +208,14 @@ def model(worded: "Callable[..., Model]", architecture: str, causal: bool) -> "I
 
 
 @pytest.fixture
+def ids() -> torch.Tensor:
+    """Two rows of seven random token ids."""
+    from building import random_ids
+
+    return random_ids()
+
+
+@pytest.fixture
 def shipped(request: pytest.FixtureRequest, name: str) -> "Model":
     """The shipped model that a test's parameter `name` names, as its fixture does."""
     return request.getfixturevalue(name)

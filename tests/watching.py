@@ -169,6 +169,11 @@ def _allowed(
     return (only is None or states[only]) and (positions is None or bool({place, back} & {*positions}))
 
 
+def same(one: Watched, other: Watched) -> bool:
+    """Whether two runs have the same canvases and the same logits, bit for bit."""
+    return torch.equal(one.run.canvas, other.run.canvas) and torch.equal(logits_of(one), logits_of(other))
+
+
 def unwatched(model: Model) -> bool:
     """Whether no hook is left on any point, and no step counts."""
     return not any(point.watched for point in model.tree.hook_points()) and model.tree.watch.forward_pass.step is None

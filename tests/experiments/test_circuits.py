@@ -40,11 +40,6 @@ def planted():
     return model
 
 
-@pytest.fixture(scope="module")
-def planted_case():
-    return circuit_case(planted(), *two_inputs(), bent)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("by_position", [True, False])
 def test_a_random_circuit_alone_equals_plain_torch(by_position):
@@ -66,7 +61,8 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
 
 
 @pytest.mark.fast_cases(1)
-def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
+def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not():
+    planted_case = circuit_case(planted(), *two_inputs(), bent)
     scores = edge_scores(planted_case, ig_steps=4)[0]
     senders, receivers = (
         np.isin(scores[end], [*names]) for end, names in zip(("sender", "receiver"), PLANTED, strict=True)

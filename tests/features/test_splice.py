@@ -3,7 +3,7 @@
 import pytest
 import torch
 from planted_saes import POINT, Perfect, random_sae
-from watching import PADDED, SHORT, again, logits_of, short, watch
+from watching import PADDED, SHORT, again, same, short, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
@@ -67,8 +67,7 @@ def test_a_perfect_autoencoder_changes_nothing(model, point):
     base, spliced = (
         watch(model, PADDED, hooks, ["hook_logits"], record_sinks=True) for hooks in ([], [SpliceSAE(Perfect(), point)])
     )
-    assert torch.equal(logits_of(spliced), logits_of(base))
-    assert torch.equal(spliced.run.canvas, base.run.canvas)
+    assert same(spliced, base)
     assert spliced.run.sinks.data["score"].equals(base.run.sinks.data["score"])
 
 

@@ -219,7 +219,7 @@ def test_a_fully_masked_query_has_zero_output_and_adds_nothing_to_the_sums(model
     [(True, left_padding(), {}), (False, None, {"hook_attn_mask": blind_query_4})],
     ids=["padding", "mask"],
 )
-def test_gradients_with_a_fully_masked_query_are_those_of_fused_attention(causal, real, edits, point):
+def test_gradients_with_a_fully_masked_query_are_those_of_fused_attention(ids, causal, real, edits, point):
     """softmax without any key is 0/0: its gradient would be NaN and propagate to all earlier weights."""
 
     def gradient(*points):
@@ -227,7 +227,6 @@ def test_gradients_with_a_fully_masked_query_are_those_of_fused_attention(causal
         watch(model, ids, *points, real=real, edits=edits)[0][:, 5:].sin().sum().backward()
         return model.tree.hf.model.embed_tokens.weight.grad
 
-    ids = random_ids()
     torch.testing.assert_close(gradient(point), gradient(), atol=1e-3, rtol=1e-3)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import random_ids, shared_model
+from building import shared_model
 
 from sinklens.hooks.forward_pass import ForwardPass, QuerySpan
 from sinklens.hooks.names import axes_of
@@ -46,9 +46,8 @@ def test_the_rows_of_a_pass_are_those_of_all_its_tensors():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_single_pass_describes_the_values_at_its_points(is_causal):
+def test_a_single_pass_describes_the_values_at_its_points(ids, is_causal):
     model, seen = shared_model("llama", is_causal), []
-    ids = random_ids()
     real = torch.ones_like(ids, dtype=torch.bool)
     real[0, :2] = False
 

@@ -92,11 +92,10 @@ def test_layers_wrapped_by_accelerate_stay_wrapped_and_reach_their_points(under_
     assert counting.calls == 3
 
 
-def test_a_tapped_layer_keeps_its_transformers_class_and_hidden_states():
+def test_a_tapped_layer_keeps_its_transformers_class_and_hidden_states(ids):
     layer, untapped = shared_model().tree.hf.model.layers[0], random_hf().model.layers[0]
     assert isinstance(layer, type(untapped))
     assert type(layer).__name__ == type(untapped).__name__
-    ids = random_ids()
     hidden = shared_model().tree.hf(ids, output_hidden_states=True, use_cache=False).hidden_states
     for number in range(3):
         close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])

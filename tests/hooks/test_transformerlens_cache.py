@@ -63,8 +63,7 @@ def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chos
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
-def test_a_predicate_also_matches_transformerlens_4_spellings(model):
-    ids = random_ids()
+def test_a_predicate_also_matches_transformerlens_4_spellings(model, ids):
     plain = plain_pass(model, ids).values
     expected = [f"blocks.{layer}.attn.hook_{letter}" for layer in range(3) for letter in "qkv"]
 

@@ -187,53 +187,50 @@ def test_inputs_are_copies_of_the_stream_and_reading_them_does_not_change_the_lo
 
 
 @pytest.mark.parametrize("letter", ["q", "k", "v"])
-def test_changing_the_input_of_one_head_changes_only_that_head(switched, letter):
-    model, ids = switched, random_ids()
-    model.set_use_split_qkv_input(True)
+def test_changing_the_input_of_one_head_changes_only_that_head(switched, ids, letter):
+    switched.set_use_split_qkv_input(True)
     added = torch.randn(24)
 
     def add(value, hook):
         value[:, :, 1] += added
 
-    plain = plain_pass(model, ids).values
-    layer = model.tree.hf.model.layers[1]
+    plain = plain_pass(switched, ids).values
+    layer = switched.tree.hf.model.layers[1]
     changed = norm(layer.input_layernorm, plain["blocks.1.hook_resid_pre"] + added)
     expected = plain[f"blocks.1.attn.hook_{letter}"].clone()
     expected[:, :, 1] = getattr(layer.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
-    cache, fwd, _ = model.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
-    found = model.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
+    cache, fwd, _ = switched.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
+    found = switched.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
     edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
-    close(found, plain_pass(model, ids, edits=edits).logits)
+    close(found, plain_pass(switched, ids, edits=edits).logits)
     close(cache[f"blocks.1.attn.hook_{letter}"], expected)
     for other in {"q", "k", "v"} - {letter}:
         close(cache[f"blocks.1.attn.hook_{other}"], plain[f"blocks.1.attn.hook_{other}"])
 
 
-def test_changing_the_shared_copies_changes_queries_keys_and_values(switched):
+def test_changing_the_shared_copies_changes_queries_keys_and_values(switched, ids):
     """In grouped-query attention, keys and values read the first copies, as in TransformerLens."""
-    model, ids = switched, random_ids()
-    model.set_use_attn_in(True)
+    switched.set_use_attn_in(True)
     added = torch.randn(HEADS, 24)
-    plain = plain_pass(model, ids).values
-    layer = model.tree.hf.model.layers[1]
+    plain = plain_pass(switched, ids).values
+    layer = switched.tree.hf.model.layers[1]
     copies = norm(layer.input_layernorm, plain["blocks.1.hook_resid_pre"][:, :, None] + added)
     edits = {}
     for letter, heads in (("q", HEADS), ("k", 2), ("v", 2)):
         every = getattr(layer.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
         projected = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
         edits[f"blocks.1.attn.hook_{letter}"] = lambda _, projected=projected: projected
-    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
-    close(found, plain_pass(model, ids, edits=edits).logits)
+    found = switched.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
+    close(found, plain_pass(switched, ids, edits=edits).logits)
 
 
-def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched):
-    model, ids = switched, random_ids()
-    model.set_use_hook_mlp_in(True)
-    layer = model.tree.hf.model.layers[1]
-    stream = plain_pass(model, ids).values["blocks.1.hook_resid_mid"]
+def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched, ids):
+    switched.set_use_hook_mlp_in(True)
+    layer = switched.tree.hf.model.layers[1]
+    stream = plain_pass(switched, ids).values["blocks.1.hook_resid_mid"]
     mlp_out = layer.mlp(norm(layer.post_attention_layernorm, stream * 2 + 1))
-    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
-    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: mlp_out}).logits)
+    found = switched.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
+    close(found, plain_pass(switched, ids, edits={"blocks.1.hook_mlp_out": lambda _: mlp_out}).logits)
 
 
 @pytest.mark.parametrize(

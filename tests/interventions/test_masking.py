@@ -13,7 +13,7 @@ import xarray as xr
 from asked import PROMPT
 from building import EACH
 from torch import Tensor
-from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, sinks_by_loop, stacked, watch
+from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, same, sinks_by_loop, stacked, watch
 
 import sinklens
 from sinklens.errors import SettingError
@@ -186,8 +186,7 @@ def test_every_option_masks_the_keys_chosen_by_a_naive_loop(worded, architecture
 def test_a_run_without_masked_keys_is_the_base_run_bit_for_bit(worded, architecture, causal, cached, found_nothing):
     model, settings = worded(architecture, causal), {"points": ["hook_logits"], "record_sinks": True} | cache_of(cached)
     base, changed = watch(model, PADDED, **settings), watch(model, PADDED, [found_nothing], **settings)
-    assert torch.equal(changed.run.canvas, base.run.canvas)
-    assert torch.equal(logits_of(changed), logits_of(base))
+    assert same(changed, base)
     assert changed.run.sinks.data["score"].equals(base.run.sinks.data["score"])
 
 
@@ -195,8 +194,7 @@ def test_a_run_without_masked_keys_is_the_base_run_bit_for_bit(worded, architect
     {}, {"layers": [0, 2]}, {"heads": [1]}, {"steps": [1, 3]}, {"positions": range(2, 6)}, {"where": "prompt"},
     {"pick": "random"}, {"top_k": None, "detector": EpsilonOverMean(epsilon=2)},
 ])  # fmt: skip
-def test_the_masks_of_all_layers_at_once_are_those_of_each(worded, monkeypatch, given):
-    model = worded()
+def test_the_masks_of_all_layers_at_once_are_those_of_each(model, monkeypatch, given):
     asked = {"gen_length": 5, "progress": False}
     at_once = sinklens.generate(model, PADDED, hooks=MaskSinks(**given), **asked)
     monkeypatch.setattr(Hide, "of_layers", lambda *_: None)
@@ -207,11 +205,10 @@ def test_the_masks_of_all_layers_at_once_are_those_of_each(worded, monkeypatch, 
     assert not at_once.sinks.data.score.equals(plain.sinks.data.score)
 
 
-def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(worded, monkeypatch):
+def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(model, monkeypatch):
     """Also if it is the only mask; another function at the same points is called after it in each layer."""
     called, one = [], Hide.__call__
     monkeypatch.setattr(Hide, "__call__", lambda self, value, hook: called.append(hook.step) or one(self, value, hook))
-    model = worded()
     sinklens.generate(model, PADDED, hooks=MaskSinks(2), gen_length=5, progress=False)
     assert set(called) == {0}  # nothing is known before
     other = [("blocks.1.attn.hook_attn_mask", lambda value, hook: None)]

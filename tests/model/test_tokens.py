@@ -121,9 +121,8 @@ def test_a_canvas_needs_a_positive_number_of_answer_positions(gen_length):
 # As a PyTorch module
 
 
-def test_module_methods_that_return_the_module_return_the_model():
+def test_module_methods_that_return_the_module_return_the_model(ids):
     model = random_model()
-    ids = random_ids()
     for name in ("train", "eval", "half", "double", "bfloat16", "float", "cpu"):
         assert getattr(model, name)() is model
     assert model.requires_grad_(False) is model

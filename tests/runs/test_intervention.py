@@ -5,7 +5,7 @@ import pytest
 import torch
 from building import random_ids
 from planted_saes import random_sae
-from watching import LONG, PADDED, SHORT, Z, logits_of, short, watch
+from watching import LONG, PADDED, SHORT, Z, logits_of, same, short, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
@@ -169,8 +169,7 @@ def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(model, 
         watch(model, PADDED, [intervention, ("blocks.2.hook_mlp_out", fail)])
     assert torch.equal(model(ids), before)
     second = watch(model, PADDED, [intervention], ["hook_logits"])
-    assert torch.equal(second.run.canvas, first.run.canvas)
-    assert torch.equal(logits_of(second), logits_of(first))
+    assert same(second, first)
 
 
 # --- the same edit in three ways ----------------------------------------------------------------------------------

@@ -15,6 +15,11 @@ from sinklens.runs.recordings import recorded_canvases
 EVERY = lambda name: not name.endswith(("hook_fresh", "hook_expert_indices"))  # noqa: E731
 
 
+def same(one, other):
+    """Whether two runs, or rows of runs, have the same canvases and undecided positions."""
+    return torch.equal(one.canvas, other.canvas) and torch.equal(one.undecided, other.undecided)
+
+
 def collected(run):
     """A run made by `run(hooks)`, and copies of all values that pass its points, by step and point."""
     values = {}
@@ -42,8 +47,7 @@ def test_a_run_read_back_has_identical_values_at_every_point(worded, tmp_path, a
     write_canvases([run], tmp_path / "runs.jsonl")
     (recorded,) = read_canvases(tmp_path / "runs.jsonl")
     again, repeated = collected(lambda hooks: replay(model, recorded, hooks=hooks, progress=False))
-    assert torch.equal(again.canvas, run.canvas)
-    assert torch.equal(again.undecided, run.undecided)
+    assert same(again, run)
     assert values.keys() == repeated.keys()
     for place, found in values.items():
         assert len(found) == len(repeated[place])
@@ -58,8 +62,7 @@ def test_a_run_over_random_tokens_is_read_back(tmp_path):
     run = sinklens.generate(model, torch.tensor([[1, 2]]), seed=2, **settings)
     write_canvases([run], tmp_path / "runs.jsonl")
     again = replay(model, read_canvases(tmp_path / "runs.jsonl")[0], progress=False)
-    assert torch.equal(again.canvas, run.canvas)
-    assert torch.equal(again.undecided, run.undecided)
+    assert same(again, run)
     torch.testing.assert_close(again.sinks.scores().values, run.sinks.scores().values, equal_nan=True)
 
 
@@ -98,8 +101,7 @@ def test_the_history_of_other_libraries_is_read_with_either_padding(worded):
     ]
     for found in (left, from_history(right, prompts, model.mask_token_id, has_start=True, padding_side="right")):
         for one, row in zip(found, rows, strict=True):
-            assert torch.equal(one.canvas, row.canvas)
-            assert torch.equal(one.undecided, row.undecided)
+            assert same(one, row)
             again = replay(model, one, record_sinks=False, progress=False)  # the settings are not known
             assert torch.equal(again.canvas[0], row.canvas)
     late = [run.canvas[:, 0], *run.canvas[:, 1:].unbind(1)]  # the first step decided nothing
@@ -116,8 +118,7 @@ def test_a_history_that_grows_by_blocks_is_that_of_full_canvases(worded):
     grown += [run.canvas[:, step, : 9 if step <= 4 else 13] for step in range(1, 9)]
     found = from_history(grown, prompts, model.mask_token_id, has_start=True)
     for one, row in zip(found, recorded_canvases(run), strict=True):
-        assert torch.equal(one.canvas, row.canvas)
-        assert torch.equal(one.undecided, row.undecided)
+        assert same(one, row)
 
 
 @pytest.mark.parametrize("filler", [0, 5])
