@@ -37,8 +37,7 @@ def test_a_difference_is_relative_to_the_largest_number(found, text):
 
 
 def test_the_same_run_passes():
-    result = same_tokens(shared_model(), random_model(), random_ids(length=9), GIVEN)
-    assert result == "8 steps, all canvases the same"
+    assert same_tokens(shared_model(), random_model(), random_ids(length=9), GIVEN) == "8 steps, all canvases the same"
 
 
 def test_a_device_with_different_logits_fails():

@@ -57,8 +57,7 @@ AWKWARD = (
 def words(tmp_path):
     """Runs a model on one task, the first held-out word problems, in the harness's format."""
     documents = [{"prompt": problem.prompt, "result": problem.result} for problem in held_out(SIZE)]
-    name = local_task(tmp_path, "words", {"test": documents}, **WORDS)
-    return partial(evaluated, folder=tmp_path, names=[name])
+    return partial(evaluated, folder=tmp_path, names=[local_task(tmp_path, "words", {"test": documents}, **WORDS)])
 
 
 class Canned(LM):

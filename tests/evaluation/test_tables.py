@@ -178,8 +178,7 @@ def test_published_scores_stand_beside_the_models_and_conditions_they_cover(tmp_
         for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], queries="all")[1]):
             planted_run(tmp_path, verdicts("10"), condition, model=model, protocol="llada-gsm8k")
     planted_run(tmp_path, verdicts("10"), ONE, model=LLADA, protocol="tiny-gsm")
-    found = frame(tmp_path).dropna(subset="published")
-    assert values(found, "task", "model", "condition", "published", "source") == [
+    assert values(frame(tmp_path).dropna(subset="published"), "task", "model", "condition", "published", "source") == [
         ("gsm8k", model, name, score, "Rulli et al., 2510.15731, Table 1")
         for model in ("/somewhere/LLaDA-8B-Instruct", LLADA)
         for name, score in (("unmasked", 0.76), ("1 sink", 0.75))

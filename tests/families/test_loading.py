@@ -169,8 +169,7 @@ def test_the_generation_config_provides_end_tokens_and_sampler_settings(llada):
 def test_a_tokenizer_that_names_code_is_read_without_running_it(tmp_path):
     """Dream's layout: Qwen2's vocabulary files under a class that exists only in its repository."""
     write_family(tmp_path, "dream")
-    vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4, "<|endoftext|>": 5}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4, "<|endoftext|>": 5}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ ab\n")
     added = {"content": "<|mask|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     settings = {

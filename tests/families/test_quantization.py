@@ -1,5 +1,6 @@
 """A quantized model computes with the matrices that it stores, and other libraries' formats are refused by name."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sinklens.families import FAMILIES
 from sinklens.model.quantization import METHODS, published
 from sinklens.model.selfcheck import check
 
+NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
 
 
@@ -55,8 +57,8 @@ def _with_stored_matrices(folder: Path, quantized: Any) -> Any:
         ("bnb-nf4", "qwen3-moe", None),
     ],
 )
+@NEEDS_BITSANDBYTES
 def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(tmp_path, method, family, kinds):
-    pytest.importorskip("bitsandbytes")
     write_family(tmp_path, family, **SIZES)
     quantized = sinklens.load(tmp_path, quantization=method, check=False)  # a pass would pack its weights for the CPU
     assert kinds in (None, len({name.split(".")[-2] for name in quantized.quantization}))
@@ -75,17 +77,17 @@ def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(
 
 
 @pytest.mark.extended
+@NEEDS_BITSANDBYTES
 def test_a_network_with_noise_levels_is_quantized_by_bitsandbytes():
     """Its embedding of the time takes the element type of what stays in floating point."""
-    pytest.importorskip("bitsandbytes")
     model = sinklens.load("tiny-mdlm", quantization=BitsAndBytesConfig(load_in_8bit=True))  # with the self-check
     assert any("time_embed" in name for name in model.quantization)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("method", METHODS)
+@NEEDS_BITSANDBYTES
 def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tmp_path, method):
-    pytest.importorskip("bitsandbytes")
     made, ids = sinklens.load(llama, quantization=method, check=False), random_ids()
     kept = made.quantization
     assert len(kept) == 7 * made.cfg.n_layers
@@ -146,8 +148,8 @@ def test_a_model_in_memory_cannot_be_quantized_or_divided_among_processes(llama)
 
 
 @pytest.mark.extended
+@NEEDS_BITSANDBYTES
 def test_a_config_that_quantizes_nothing_is_refused(llama):
-    pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["model", "lm_head"])
     with pytest.raises(CheckpointError, match="found none of its layers in this LlamaForCausalLM"):
         sinklens.load(llama, quantization=config)

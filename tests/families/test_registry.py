@@ -51,8 +51,7 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
 
     def point(value):
-        text = f"[sinklens.families]\nplugged = {value}\n"
-        (folder / "plugged-1.0.dist-info" / "entry_points.txt").write_text(text)
+        (folder / "plugged-1.0.dist-info" / "entry_points.txt").write_text(f"[sinklens.families]\nplugged = {value}\n")
         return folder
 
     return point

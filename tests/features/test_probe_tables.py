@@ -33,8 +33,7 @@ def test_a_planted_label_is_found_where_it_is_and_only_there(kind):
     absent = table.drop(there)
     assert (absent["p_holm"] > 0.05).all()
     assert (absent["score"] < 0.65).all()
-    controls = table[["majority", "shuffled", "bag", "place"]].loc[there].drop(columns="bag")
-    assert (controls < 0.65).all(axis=None)
+    assert (table.loc[there, ["majority", "shuffled", "place"]] < 0.65).all(axis=None)
     assert table["bag"].isna().all()
     assert table[["control", "selectivity"]].isna().all(axis=None)  # one token everywhere has one label
     assert table["p_holm"].tolist() == pytest.approx(holm(table["p"].tolist()))

@@ -147,8 +147,10 @@ def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
 @pytest.mark.parametrize("name", BOTH)
 def test_an_autoregressive_run_is_the_same_with_and_without_a_key_value_cache(worded, interventions, bases, name):
     model = worded("llama", True)
-    intervention = interventions(model, name)
-    runs = [watch(model, PADDED, [intervention], ["hook_logits"], use_cache=cached) for cached in (True, False)]
+    runs = [
+        watch(model, PADDED, [interventions(model, name)], ["hook_logits"], use_cache=cached)
+        for cached in (True, False)
+    ]
     assert torch.equal(runs[0].run.canvas, runs[1].run.canvas)
     torch.testing.assert_close(logits_of(runs[0]), logits_of(runs[1]), atol=2e-4, rtol=0)
     assert changed(runs[0], bases["llama", True])
