@@ -98,8 +98,7 @@ def test_motion_is_compared_with_sums_over_the_same_queries(tiny_dream):
     sums = study._sums(run, prompt, SETTINGS, members)
     for (step, layer), pattern in run.patterns.items():
         for row in range(2):
-            expected = pattern[0][:, members[row, step]].sum(dim=1)
-            np.testing.assert_allclose(sums[row, step, layer], expected, atol=1e-5)
+            np.testing.assert_allclose(sums[row, step, layer], pattern[0][:, members[row, step]].sum(dim=1), atol=1e-5)
 
 
 def test_policies_that_compute_everything_cost_nothing_and_move_as_the_exact_run(tiny_llada):

@@ -41,8 +41,7 @@ def test_a_moving_newest_query_is_detected_although_the_sums_are_still():
     """Position 0 has the largest sum from the first step on; each new query attends to its neighbour."""
     score = np.full((1, 4, 1, 1, 8), np.nan)
     for step in range(4):
-        exists = 4 + step
-        score[0, step, 0, 0, :exists] = 0.1
+        score[0, step, 0, 0, : 4 + step] = 0.1
         score[0, step, 0, 0, 0] = 3
     for step in range(1, 4):
         score[0, step:, 0, 0, 2 + step] += 0.8

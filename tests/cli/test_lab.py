@@ -72,5 +72,4 @@ def test_the_browser_gets_a_private_file_that_opens_the_lab(monkeypatch, capsys)
     assert (len(seen["token"]), seen["modes"], seen["cookies"]) == (43, [0o600, 0o700], 1)
     assert seen["token"] not in seen["address"] + seen["action"]
     assert not seen["file"].exists()
-    said = f"The lab is open at {seen['action']}\nIts token is {seen['token']}\n"
-    assert said in capsys.readouterr().out
+    assert f"The lab is open at {seen['action']}\nIts token is {seen['token']}\n" in capsys.readouterr().out

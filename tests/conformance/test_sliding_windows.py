@@ -58,8 +58,7 @@ def test_tracks_are_in_text_positions(moving, conformance):
         for layer in range(3):
             expected = values[f"blocks.{layer}.attn.hook_pattern"][0].sum(1).numpy()
             np.testing.assert_allclose(score[step, layer][:, window.start : window.stop], expected, atol=1e-4)
-        outside = [place for place in range(17) if place not in window]
-        assert np.isnan(score[step][..., outside]).all()
+        assert np.isnan(score[step][..., [place for place in range(17) if place not in window]]).all()
     assert set(moving.sinks.top(1)[0, -1].to_numpy().ravel().tolist()) <= set(windows[-1])
 
 

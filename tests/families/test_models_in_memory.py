@@ -44,8 +44,7 @@ def test_a_rejected_model_is_left_unchanged():
 
 def test_loading_the_same_model_again_returns_the_same_object():
     hf = random_hf()
-    model = sinklens.load(hf)
-    assert sinklens.load(hf) is model
+    assert sinklens.load(hf) is sinklens.load(hf)
     ids = torch.randint(0, 60, (1, 7))
     first, again = (sinklens.generate(hf, ids, gen_length=3) for _ in range(2))
     assert torch.equal(first.canvas, again.canvas)

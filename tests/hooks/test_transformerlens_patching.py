@@ -201,8 +201,7 @@ def test_changing_the_input_of_one_head_changes_only_that_head(switched, ids, le
     expected[:, :, 1] = getattr(layer.self_attn, f"{letter}_proj")(changed).unflatten(-1, (-1, 4))[:, :, 1]
     cache, fwd, _ = switched.get_caching_hooks(lambda name: name.startswith("blocks.1.attn.hook_"))
     found = switched.run_with_hooks(ids, fwd_hooks=[(f"blocks.1.attn.hook_{letter}_input", add), *fwd])
-    edits = {f"blocks.1.attn.hook_{letter}": lambda _: expected}
-    close(found, plain_pass(switched, ids, edits=edits).logits)
+    close(found, plain_pass(switched, ids, edits={f"blocks.1.attn.hook_{letter}": lambda _: expected}).logits)
     close(cache[f"blocks.1.attn.hook_{letter}"], expected)
     for other in {"q", "k", "v"} - {letter}:
         close(cache[f"blocks.1.attn.hook_{other}"], plain[f"blocks.1.attn.hook_{other}"])

@@ -40,8 +40,7 @@ def run(tiny_llada):
 
 def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
     """Written, read and turned back into a `Generation`."""
-    history = RunHistory(tmp_path)
-    history.save("a", {}, {}, RunOutcome.of(run))
+    RunHistory(tmp_path).save("a", {}, {}, RunOutcome.of(run))
     found = RunHistory(tmp_path).load("a").generation(tiny_llada, None)
     for name in ("canvas", "undecided", "unmask_step", "real"):
         assert (getattr(found, name) == getattr(run, name)).all(), name
@@ -56,8 +55,7 @@ SPEC = RunSpec("tiny-llada", PROMPT).to_json()
 
 
 def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
-    history = RunHistory(tmp_path)
-    history.save("good", SUMMARY, SPEC, RunOutcome.of(run))
+    RunHistory(tmp_path).save("good", SUMMARY, SPEC, RunOutcome.of(run))
     complete = (tmp_path / "runs" / "good.npz").read_bytes()
     (tmp_path / "runs" / "cut.npz").write_bytes(complete[: len(complete) // 2])
     (tmp_path / "runs" / ".good.123.part.npz").write_bytes(b"")

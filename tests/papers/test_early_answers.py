@@ -20,8 +20,7 @@ def right(row, text):
 
 def correct(text, problem):
     """A second judge: the number that follows the first four hashes."""
-    after = text.partition("####")[2].lstrip()
-    return bool(re.match(rf"{problem.result}(?!\d)", after))
+    return bool(re.match(rf"{problem.result}(?!\d)", text.partition("####")[2].lstrip()))
 
 
 def by_hand(network, problem):

@@ -61,8 +61,7 @@ def test_a_body_of_another_template_fails(samples):
         function = sample.prompt.split(":")[0]
         parameters = function[function.index("(") :]
         for other in samples:
-            same = other.prompt.split(":")[0].endswith(parameters)
-            if same and other.kind != sample.kind:
+            if other.prompt.split(":")[0].endswith(parameters) and other.kind != sample.kind:
                 assert not right(sample, other.reference), sample.prompt + other.reference
 
 

@@ -68,8 +68,7 @@ def test_pooling_keeps_the_largest_value_of_every_block():
 @pytest.mark.parametrize(("heads", "positions"), [(1, 40), (6, 51), (32, 512), (32, 4096), (64, 2)])
 def test_circuitsvis_gets_no_more_cells_than_it_draws_in_a_second(heads, positions):
     block = block_size(heads, positions)
-    side = -(-positions // block)
-    assert heads * side**2 <= CELLS
+    assert heads * (-(-positions // block)) ** 2 <= CELLS
     assert block == 1 or heads * (-(-positions // (block - 1))) ** 2 > CELLS
 
 

@@ -463,8 +463,7 @@ def test_tokens_and_figures_describe_a_place_and_go_to_its_step(opened, padded):
         assert shown_step(opened) == 1
     opened.point("heat", 17, 5, click=True)
     assert shown_step(opened) == 17
-    figure = opened.at_rest("path")
-    ActionChains(opened.driver).move_to_element_with_offset(figure, 40, 0).click().perform()
+    ActionChains(opened.driver).move_to_element_with_offset(opened.at_rest("path"), 40, 0).click().perform()
     step = shown_step(opened)
     assert 12 <= step <= 18
     assert opened.text("path-readout").startswith(f"step {step}: position {np.nanargmax(scores[step])} ")
