@@ -20,7 +20,6 @@ from sinklens.sinks.drawing import (
 from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import as_tuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,7 +148,8 @@ def sink_paths(
     Raises:
         TrackError: `tracks` is empty.
     """
-    named = list(tracks.items()) if isinstance(tracks, Mapping) else [("", track) for track in as_tuple(tracks)]
+    listed = [tracks] if isinstance(tracks, SinkTrack) else tracks  # a track iterates over its variables
+    named = list(listed.items()) if isinstance(listed, Mapping) else [("", track) for track in listed]
     require(named, "there is no track to draw; give at least one.", TrackError)
     figure, axes = panels(len(named), columns=len(named), size=(6, 4.5), sharey=True)
     for (title, track), ax in zip(named, axes, strict=True):

@@ -223,6 +223,7 @@ def test_without_a_caption_a_figure_has_its_axes_and_colors_alone(planted):
     figure = figures.sink_paths({"one": planted}, caption=False)
     drawn = [sink_map(planted, 0, 1, caption=False), sink_path(planted, 0, 1, caption=False), figure.axes[0]]
     assert [ax.get_title() for ax in drawn] == ["", "", "one"]
+    assert figures.sink_paths(planted, caption=False).axes[0].get_title() == ""
     assert figure.get_suptitle() == ""
     assert [ax.get_xlabel() for ax in drawn] == ["position", "step", "step"]
     assert drawn[0].images[0].get_cmap().name == SEQUENTIAL
