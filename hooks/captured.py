@@ -110,9 +110,8 @@ class Captures:
 
     def usable(self, watch: Watch, ids: Tensor) -> bool:
         """Whether the pass of a step may be captured: no trace block, cache or hook inside takes part in it."""
-        if not self._running or ids.numel() > POSITIONS or watch.forward_pass.counted is not None:
-            return False
-        return only_masks(watch)
+        counted = watch.forward_pass.counted is not None
+        return self._running and ids.numel() <= POSITIONS and not counted and only_masks(watch)
 
     def run(self, tree: Any, inputs: dict[str, Any], base: Any) -> Float[Tensor, "batch pos d_model"]:
         """The output of the stack `base` for `inputs`, from a graph if there is one.
@@ -241,9 +240,8 @@ def fingerprint(tree: Any) -> Hashable:
     those of the configuration that are numbers, texts or tensors, and PyTorch's settings for attention and products.
     """
     architecture, device = tree.architecture, tree.hf.device
-    if device.type not in DEVICES or _under_a_mode(device) or tree.causal or tree.adapter or tree.changes_attention:
-        return None
-    if architecture.encoder or architecture.experts or tree.attention_blocks is not None:
+    unlike = tree.causal or tree.adapter or tree.changes_attention or architecture.encoder or architecture.experts
+    if device.type not in DEVICES or _under_a_mode(device) or unlike or tree.attention_blocks is not None:
         return None
     found: list[Hashable] = [_plain(vars(tree.hf.config))]
     devices, types = set(), set()

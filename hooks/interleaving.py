@@ -165,9 +165,8 @@ class Handover:
             pending = mediator.pending
             if pending is None or pending.event is Event.BARRIER:
                 continue
-            if mediator.iteration and (visit is None or pending.iteration > visit):
-                continue
-            if pending.provider is not None and pending.provider.startswith(f"{self._path}."):
+            waits_on = mediator.iteration and (visit is None or pending.iteration > visit)
+            if not waits_on and pending.provider is not None and pending.provider.startswith(f"{self._path}."):
                 place = pending.provider.removeprefix(f"{self._path}.").rpartition(".")[0]
                 mediator.worker.throw(error(place))
 

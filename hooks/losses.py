@@ -100,8 +100,7 @@ class Masks:
         return partial(_masked_loss, masked, targets.to(canvas.device), own)
 
     def _check(self, canvas: Tensor, masked: Tensor, targets: Tensor | None) -> None:
-        bare = (~masked.any(dim=1)).nonzero().flatten().tolist()
-        if bare:
+        if bare := (~masked.any(dim=1)).nonzero().flatten().tolist():
             raise SettingError(
                 f"row {bare[0]} has no mask token ({self.token}). The loss of a diffusion model is that of the tokens "
                 f"behind the masks: pass a canvas with masks, and as targets= the ids of the text without them."

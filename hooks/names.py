@@ -79,9 +79,8 @@ MLP = (
     PointSpec("hook_pre_linear", "batch pos d_mlp", "the linear branch"),
     PointSpec("hook_post", "batch pos d_mlp", "activated gate times linear branch"),
 )
-ROUTER_LOGITS = PointSpec("hook_router_logits", "batch pos expert", "the router's logits; editing them reroutes tokens")
 EXPERTS = (
-    ROUTER_LOGITS,
+    PointSpec("hook_router_logits", "batch pos expert", "the router's logits; editing them reroutes tokens"),
     PointSpec(
         "hook_expert_indices", "batch pos k", "the chosen experts; those that an edit puts in get their own weights"
     ),
@@ -112,13 +111,6 @@ FINAL_MODULATION = tuple(
     for what in ("shift", "scale")
 )
 MODULATED = PointSpec("hook_modulated", "batch pos d_model", "the norm's output times 1 + scale, plus shift")
-ATTN_UNGATED = PointSpec("hook_attn_ungated", "batch pos d_model", "attention output, before its gate")
-MLP_UNGATED = PointSpec("hook_mlp_ungated", "batch pos d_model", "MLP output, before its gate")
-RESID_PRE = PointSpec("hook_resid_pre", "batch pos d_model", "residual stream entering the block")
-ATTN_OUT = PointSpec("hook_attn_out", "batch pos d_model", "what attention adds to the stream")
-RESID_MID = PointSpec("hook_resid_mid", "batch pos d_model", "residual stream between attention and MLP")
-MLP_OUT = PointSpec("hook_mlp_out", "batch pos d_model", "what the MLP adds to the stream")
-RESID_POST = PointSpec("hook_resid_post", "batch pos d_model", "residual stream leaving the block")
 CANVAS = PointSpec("hook_canvas", "batch pos", "token ids entering the step; editing remasks or forces tokens")
 DENOISE = (
     CANVAS,
@@ -276,8 +268,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         f"a hook point is named by a text, such as 'blocks.0.hook_resid_pre'; got {name!r}.",
         HookNameError,
     )
-    match = re.match(rf"((?:{re.escape(ENCODER)})?)blocks\.(-?\d+)\.(.+)$", name)
-    if match:
+    if match := re.match(rf"((?:{re.escape(ENCODER)})?)blocks\.(-?\d+)\.(.+)$", name):
         layer, rest = int(match.group(2)), match.group(3)
         require(
             -n_layers <= layer < n_layers,
@@ -406,20 +397,27 @@ def norm_specs(parts: Parts = PLAIN) -> tuple[PointSpec, ...]:
 
 def block_specs(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
     """Each dotted name below a block with its row, in the order the forward pass reaches them."""
-    groups: list[tuple[str, Iterable[PointSpec], bool]] = [
-        ("", [RESID_PRE], True),
+    stream = "batch pos d_model"
+    return _named([
+        ("", [PointSpec("hook_resid_pre", stream, "residual stream entering the block")], True),
         ("adaln.", MODULATION, parts.modulated),
         ("ln1.", norm_specs(parts), True),
         ("attn.", attention_specs(parts), True),
         ("ln1_post.", NORM, parts.post_norms),
-        ("", [ATTN_UNGATED], parts.modulated),
-        ("", [ATTN_OUT, RESID_MID], True),
+        ("", [PointSpec("hook_attn_ungated", stream, "attention output, before its gate")], parts.modulated),
+        ("", [PointSpec("hook_attn_out", stream, "what attention adds to the stream")], True),
+        ("", [PointSpec("hook_resid_mid", stream, "residual stream between attention and MLP")], True),
         ("ln2.", norm_specs(parts), True),
         ("mlp.", mlp_specs(parts), True),
         ("ln2_post.", NORM, parts.post_norms),
-        ("", [MLP_UNGATED], parts.modulated),
-        ("", [MLP_OUT, RESID_POST], True),
-    ]
+        ("", [PointSpec("hook_mlp_ungated", stream, "MLP output, before its gate")], parts.modulated),
+        ("", [PointSpec("hook_mlp_out", stream, "what the MLP adds to the stream")], True),
+        ("", [PointSpec("hook_resid_post", stream, "residual stream leaving the block")], True),
+    ])  # fmt: skip
+
+
+def _named(groups: Sequence[tuple[str, Iterable[PointSpec], bool]]) -> list[tuple[str, PointSpec]]:
+    """The rows of the groups that are there, each by the group's prefix and its own name."""
     return [(f"{prefix}{spec.name}", spec) for prefix, specs, there in groups if there for spec in specs]
 
 
@@ -429,13 +427,18 @@ def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
     Args:
         parts: what the layers have; with both `dense` and `experts`, each layer has the points of one of them.
     """
-    rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
-    rows += [(POSITIONS.name, POSITIONS)] if parts.positions else []
-    rows += [(spec.name, spec) for spec in TIME if parts.modulated]
-    rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs(parts)]
-    rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]
-    if parts.modulated:
-        rows += [(spec.name, spec) for spec in FINAL_MODULATION]
-        rows.append((f"ln_final.{MODULATED.name}", MODULATED))
-    rows += [(f"denoise.{spec.name}", spec) for spec in DENOISE[1:]]
-    return rows
+    return [
+        *_named([
+            ("denoise.", DENOISE[:1], True),
+            ("", EMBED, True),
+            ("", [POSITIONS], parts.positions),
+            ("", TIME, parts.modulated),
+        ]),
+        *((f"blocks.{{l}}.{name}", spec) for name, spec in block_specs(parts)),
+        *_named([
+            ("ln_final.", NORM, True),
+            ("", FINAL_MODULATION, parts.modulated),
+            ("ln_final.", [MODULATED], parts.modulated),
+            ("denoise.", DENOISE[1:], True),
+        ]),
+    ]  # fmt: skip

@@ -78,7 +78,6 @@ def device_of(module: nn.Module) -> torch.device:
     """The device for inputs of `module`: that of its weight, or the one onto which accelerate loads the weight."""
     hook: Any = module.__dict__.get("_hf_hook")
     for part in getattr(hook, "hooks", (hook,)):
-        found = getattr(part, "execution_device", None)
-        if found is not None:
+        if (found := getattr(part, "execution_device", None)) is not None:
             return torch.device(f"cuda:{found}" if isinstance(found, int) else found)
     return next(module.parameters()).device

@@ -168,9 +168,9 @@ class Point(HookPoint):
         watch = self.watch
         if watch.peeked is not None:
             return self.name in watch.peeked
-        if self.armed and self.hooked:
-            return True
-        return watch.served and watch.handover is not None and watch.handover.wants(self.name or "")
+        return (self.armed and self.hooked) or (
+            watch.served and watch.handover is not None and watch.handover.wants(self.name or "")
+        )
 
     @property
     def hooked(self) -> bool:
@@ -225,8 +225,7 @@ class Point(HookPoint):
 
     def forward(self, x: "Tensor") -> "Tensor":
         for key, function in tuple(self._functions.items()):
-            changed = function(self, (x,), x)
-            if changed is not None:
+            if (changed := function(self, (x,), x)) is not None:
                 if not same_kind(changed, x, self.name):
                     refuse_kind(
                         changed, x, f"what {label(self._given(key, function))} returned at {self.name}", self.name

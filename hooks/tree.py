@@ -172,9 +172,7 @@ class HookTree(ModelWeights, HookFront):
     def is_watched(self) -> bool:
         """Whether a trace block is open, or a hook, cache or peek is attached to a point of the passes."""
         watch = self.watch
-        if watch.served and watch.handover is not None and watch.handover.running:
-            return True
-        if watch.sums is not None:
+        if watch.sums is not None or (watch.served and watch.handover is not None and watch.handover.running):
             return True
         hooked = watch.hooked if watch.peeked is None else map(self.hook_dict.get, watch.peeked)
         return any(point.watched for point in hooked if not isinstance(point, SamplerPoint))

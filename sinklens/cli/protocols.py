@@ -25,8 +25,7 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
     from sinklens.evaluation.protocols import HARNESS_PROTOCOLS, PROTOCOLS
 
     found: dict[str, Any] = {**PROTOCOLS, **HARNESS_PROTOCOLS}
-    unknown = next((name for name in names if name not in found), None)
-    if unknown is not None:
+    if (unknown := next((name for name in names if name not in found), None)) is not None:
         raise SinklensError(
             f"no protocol is called {unknown!r}; `sinklens protocols` lists all.{nearest(unknown, found)}"
         )

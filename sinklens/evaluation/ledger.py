@@ -338,8 +338,7 @@ def _check_structure(folder: Path) -> None:
 @lru_cache(maxsize=64)
 def _structure(folder: Path, state: tuple[int, ...]) -> None:
     with _reading(folder) as database:
-        found = database.execute("PRAGMA integrity_check(1)").fetchall()
-        if found != [("ok",)]:
+        if (found := database.execute("PRAGMA integrity_check(1)").fetchall()) != [("ok",)]:
             raise sqlite3.DatabaseError(f"{' '.join(str(found[0][0]).split())}: malformed")
 
 

@@ -240,8 +240,7 @@ class _Child:
     def ended(self, who: str) -> tuple[Any, str]:
         """How it ended that should still be running."""
         with suppress(subprocess.TimeoutExpired):
-            number = self.process.wait(LAST_WORDS) - 128
-            if number in signal.valid_signals():
+            if (number := self.process.wait(LAST_WORDS) - 128) in signal.valid_signals():
                 return "killed", f"{who} was killed by {signal.Signals(number).name}"
         return "exited", f"{who} ended before the tests did, with status {self.process.returncode}"
 

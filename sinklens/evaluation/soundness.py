@@ -193,8 +193,7 @@ def _layers(model: "Model") -> dict[str, dict[int, dict[str, Weights]]]:
     """Stack of layers -> layer -> module -> its own weights."""
     found: dict[str, dict[int, dict[str, Weights]]] = {}
     for name, value in model.tree.hf.named_parameters():
-        place = PARAMETER.fullmatch(name)
-        if place and value.is_floating_point() and not value.is_meta:
+        if (place := PARAMETER.fullmatch(name)) and value.is_floating_point() and not value.is_meta:
             stack, layer, module, own = place.groups()
             found.setdefault(stack, {}).setdefault(int(layer), {}).setdefault(module, {})[own] = value
     return found

@@ -196,8 +196,7 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool | str) -> list
     Raises:
         PromptError: the model has no tokenizer, or no chat template although one is requested.
     """
-    given = model_input(sample)
-    if not isinstance(given, str):
+    if not isinstance(given := model_input(sample), str):
         require(
             chat_template is not True,
             f"{sample.id} consists of token ids, to which a chat template cannot be applied; drop it.",

@@ -91,10 +91,7 @@ def edge_effects(pair: Pair, metric: LogitMetric, ig_steps: int, by_position: bo
     senders, receivers = senders_of(model), receivers_of(model)
     slopes: dict[str, Tensor] = {}
     with differentiable(model):
-        outputs = dict.fromkeys(sender.point for sender in senders)
-        gates = dict.fromkeys(sender.gate for sender in senders if sender.gate)
-        clean, clean_logits = pair.values(pair.clean, outputs)
-        corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *gates])
+        (clean, clean_logits), (corrupted, corrupted_logits) = _sent(pair, senders)
         for mix in pair.between(clean[EMBED], ig_steps):
             for receiver, slope in zip(receivers, _slopes(pair, metric, receivers, mix), strict=True):
                 slopes[receiver.name] = slopes.get(receiver.name, 0.0) + slope / max(1, ig_steps)
@@ -109,6 +106,13 @@ def edge_effects(pair: Pair, metric: LogitMetric, ig_steps: int, by_position: bo
             rows.append(torch.stack(effects))
         values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
     return _table(torch.stack(rows), senders, receivers, *values)
+
+
+def _sent(pair: Pair, senders: Sequence[Sender]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """What the senders write, with the gates of the corrupted pass, and the logits: of the clean and the corrupted."""
+    outputs = dict.fromkeys(sender.point for sender in senders)
+    gates = dict.fromkeys(sender.gate for sender in senders if sender.gate)
+    return [pair.values(pair.clean, outputs), pair.values(pair.corrupted, [*outputs, *gates])]
 
 
 @torch.no_grad()
@@ -140,10 +144,7 @@ def path_patching_effects(
     first = senders_of(model) if senders is None else named(senders_of(model), as_tuple(senders))
     last = receivers_of(model) if receivers is None else named(receivers_of(model), as_tuple(receivers))
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
-    outputs = dict.fromkeys(sender.point for sender in first)
-    gates = dict.fromkeys(sender.gate for sender in first if sender.gate)
-    clean, clean_logits = pair.values(pair.clean, outputs)
-    corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *gates])
+    (clean, clean_logits), (corrupted, corrupted_logits) = _sent(pair, first)
     changes = [sender.written(clean[sender.point] - corrupted[sender.point], model, corrupted) for sender in first]
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]

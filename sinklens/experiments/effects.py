@@ -227,8 +227,7 @@ def _answers(base: Generation, changed: Generation) -> dict[str, Any]:
         "order": np.array(order, dtype=float), "changed_share": np.array(changes),
         "edit_distance": np.array(distance), "same_answer": np.array(distance) == 0,
     }  # fmt: skip
-    keys = changed.control_keys
-    if keys is not None and keys.requested.any():
+    if (keys := changed.control_keys) is not None and keys.requested.any():
         found |= {"control_requested": keys.requested.numpy(), "control_picked": keys.picked.numpy()}
     return {name: ("batch", values) for name, values in found.items()}
 

@@ -97,8 +97,7 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
                 rows = slice(number * count, (number + 1) * count)
                 part, hook.watch.forward_pass = value[rows], every.of_rows(rows)
                 for function in listed:
-                    returned = function(part, hook=hook)
-                    if returned is not None:
+                    if (returned := function(part, hook=hook)) is not None:
                         if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
                             got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
                             raise HookFunctionError(

@@ -192,8 +192,7 @@ class _Block:
         found, size = canvas.clone(), int(self.columns.nonzero()[-1]) + 1
         finished = rows & ~((canvas == self._state.mask_id) & self.columns).any(dim=1)
         for row in finished.nonzero()[:, 0].tolist():
-            stopped = stop(canvas[row, :size], self._state.eos_ids, var_length=True)
-            if stopped.stops:
+            if (stopped := stop(canvas[row, :size], self._state.eos_ids, var_length=True)).stops:
                 found[row, stopped.kept :] = self._state.eos_ids[0]
         return found
 

@@ -145,8 +145,7 @@ class ScopeReader(Reader):
         places = Places(self, model, run, [self.point])
 
         def read(value: Tensor, hook: Point) -> None:
-            chosen = selected(places, hook, value)
-            if chosen is not None:
+            if (chosen := selected(places, hook, value)) is not None:
                 self.take(hook, chosen, value[chosen].flatten(1).float())
 
         return places.around([(self.point, read)])

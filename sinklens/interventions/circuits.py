@@ -68,8 +68,7 @@ class KeepEdges(Intervention):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         refuse_indirect(model, "KeepEdges")
         steps = [0] if run.single else self.acting_steps(run.steps)
-        missing = [step for step in steps if step not in self.source]
-        if missing:
+        if missing := [step for step in steps if step not in self.source]:
             raise SettingError(f"source holds steps {sorted(self.source)}, but not step {missing[0]}; record it.")
         senders, receivers = senders_of(model), receivers_of(model)
         cut = {step: _cut(self.kept, step, senders, receivers, model) for step in steps}

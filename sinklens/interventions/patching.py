@@ -253,8 +253,7 @@ def _steps_of(what: PatchHooks, points: Sequence[str], run: RunContext) -> froze
     )
     for step in steps:
         require(step in what.source, f"source holds steps {held}, but not step {step}; record it, or change steps=.")
-        missing = next((name for name in points if name not in what.source[step]), None)
-        if missing is not None:
+        if (missing := next((name for name in points if name not in what.source[step]), None)) is not None:
             raise SettingError(f"source does not hold {missing!r}; it holds {', '.join(what.source[held[0]])}.")
     return frozenset(steps)
 

@@ -340,8 +340,7 @@ class InArray(OfStep):
                 steps = where["step"].to_numpy().tolist()
                 within("step", steps, sizes["step"])
                 sizes["step"] = len(steps)
-            unknown = [axis for axis in map(str, where.dims) if axis not in AXES]
-            if unknown:
+            if unknown := [axis for axis in map(str, where.dims) if axis not in AXES]:
                 raise SettingError(f"where has an axis {unknown[0]!r}; the axes of a run are {', '.join(AXES)}.")
             where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES).to_numpy()
         marked = _checked(torch.as_tensor(where), run, sizes)

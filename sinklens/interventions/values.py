@@ -65,8 +65,7 @@ class ReplaceValues(AtKeys):
 
         def compute(pattern: Float[Tensor, "batch head query key"], hook: Point) -> None:
             changes.pop(layer_of(hook), None)
-            found = places.keys_at(hook, pattern, self.queries)
-            if found is not None and found.keys.any():
+            if (found := places.keys_at(hook, pattern, self.queries)) is not None and found.keys.any():
                 changes[layer_of(hook)] = values.change(hook, pattern, found.keys, self.by)
 
         def change(z: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:

@@ -90,8 +90,7 @@ class PromptReader:
         if _unmarked(prompt):
             self._refuse_padding(given.ids.flip(1), "end", lone=given.ids.shape[1] + 1)
         for token, what in self.refused.items():
-            places = ((given.ids == token) & given.real).nonzero().tolist()
-            if places:
+            if places := ((given.ids == token) & given.real).nonzero().tolist():
                 raise PromptError(
                     f"prompt {places[0][0]} contains the {what} token ({token}) at position {places[0][1]}, but "
                     f"sinklens reads text only; pass a prompt without {what}s."

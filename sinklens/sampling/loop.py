@@ -174,8 +174,7 @@ def _check_begun(state: State, settings: Sampler, replay: Int[Tensor, "batch ste
     require(torch.equal(replay[:, 0].to(state.canvas.device), state.canvas), BEGAN)
     if settings.left_to_right:
         decided = state.prompt_length + torch.arange(canvases)[:, None] > torch.arange(length)
-        gaps = ((replay.cpu() < 0) & decided).nonzero()
-        if len(gaps):
+        if len(gaps := ((replay.cpu() < 0) & decided).nonzero()):
             row, step, pos = gaps[0].tolist()
             raise SettingError(
                 f"replay holds no token at position {pos} of step {step} (row {row}), which an autoregressive run has "

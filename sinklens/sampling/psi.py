@@ -236,8 +236,7 @@ def _kappas(name: str, mode: str, times: Float[Tensor, " time"]) -> Float[Tensor
     Raises:
         SettingError: `mode`, the value of the setting `name`, is unknown.
     """
-    fixed = {"pure-posterior": 1.0, "pure-pc": 0.0}.get(mode)
-    if fixed is not None:
+    if (fixed := {"pure-posterior": 1.0, "pure-pc": 0.0}.get(mode)) is not None:
         return torch.full_like(times, fixed)
     found = MODE.fullmatch(mode)
     if found is None:

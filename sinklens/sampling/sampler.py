@@ -80,8 +80,7 @@ class Sampler(ABC):
             SettingError: a setting has another type or is out of range.
         """
         for argument in arguments(type(self)).values():
-            given = getattr(self, argument.name)
-            if given is not argument.default:
+            if (given := getattr(self, argument.name)) is not argument.default:
                 object.__setattr__(self, argument.name, argument.read(given))
         for name, value in self.derived().items():
             object.__setattr__(self, name, value)

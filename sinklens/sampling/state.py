@@ -161,8 +161,7 @@ class State:
         if not point.watched:
             return ids
         found, size = point(ids), self.tree.cfg.d_vocab
-        outside = ((found < 0) | (found >= size)).nonzero()
-        if len(outside):
+        if len(outside := ((found < 0) | (found >= size)).nonzero()):
             row, place = outside[0].tolist()
             mask = "" if self.mask_id < 0 else f" To mask a position, write {self.mask_id}, model.mask_token_id."
             raise HookFunctionError(

@@ -276,8 +276,7 @@ class TrackData:
         Raises:
             TrackError: `k` is below 1 or above the number of positions.
         """
-        number = as_integer(k)
-        if number is None or not 1 <= number <= self.data.sizes["pos"]:
+        if (number := as_integer(k)) is None or not 1 <= number <= self.data.sizes["pos"]:
             raise TrackError(f"k must be between 1 and {self.data.sizes['pos']}, the number of positions; got {k!r}.")
         values = self.scores().fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]

@@ -118,8 +118,7 @@ def kinds_of_tokens(
     for word in special.get("words", ()):
         if word in vocabulary:
             kinds.pop(word)
-    unknown = [token for token in tokens if token not in kinds and token not in vocabulary]
-    if unknown:
+    if unknown := [token for token in tokens if token not in kinds and token not in vocabulary]:
         raise TrackError(
             f"token {unknown[0]} has no text, so its kind is unknown (no text for {len(unknown)} of "
             f"{len(tokens)} tokens); record the run with a model that has a tokenizer, or use by='state'."

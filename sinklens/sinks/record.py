@@ -68,8 +68,7 @@ class Record:
                 [*CANVASES, *OF_RUN, *(name for part in chosen for name in part.variables)],
             ),
         ):
-            duplicates = sorted({name for name in names if names.count(name) > 1})
-            if duplicates:
+            if duplicates := sorted({name for name in names if names.count(name) > 1}):
                 raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
         pairs = isinstance(self.patterns, Sequence) and all(
             isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)

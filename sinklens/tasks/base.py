@@ -147,6 +147,5 @@ def check_held_out(size: int, most: int) -> None:
     Raises:
         TaskError: `size` is not between 0 and `most`.
     """
-    number = as_integer(size)
-    if number is None or not 0 <= number <= most:
+    if (number := as_integer(size)) is None or not 0 <= number <= most:
         raise TaskError(f"give 0 to {most} held-out problems, as further ones may have been trained on; got {size!r}.")

@@ -123,8 +123,7 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
     """
     kinds = _union(annotation)
     for kind in kinds:
-        value = _read(kind, given)
-        if value is not REFUSED:
+        if (value := _read(kind, given)) is not REFUSED:
             return value
     *most, last = [words for kind in kinds for words in _described(kind)]
     allowed = f"{', '.join(most)} or {last}" if most else last
@@ -163,8 +162,7 @@ def check_arguments(record: Any) -> None:
     declared: Callable[..., Any] = type(record)
     for argument in arguments(declared).values():
         given = getattr(record, argument.name)
-        value = argument.read(given)
-        if value is not given:
+        if (value := argument.read(given)) is not given:
             object.__setattr__(record, argument.name, value)
 
 

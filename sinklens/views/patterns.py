@@ -168,8 +168,7 @@ def _computed(
     with torch.no_grad():
         time = run.time_at(step)
         time = None if time is None else time[[row]]
-        kind = run.kind_at(step)
-        if kind is None:
+        if (kind := run.kind_at(step)) is None:
             _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), time=time)
         else:
             cache = model.tree.peek(ids, None, names.values(), time, _moved(kind, int((~run.real[row]).sum())))

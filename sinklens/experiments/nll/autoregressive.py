@@ -72,8 +72,7 @@ def score_forced(
     """
     found = dict[int, Likelihood]()
     for number, pair in enumerate(pairs):
-        ends = [place for place, token in enumerate(pair.answer[:-1]) if token in model.eos_token_ids]
-        if ends:
+        if ends := [place for place, token in enumerate(pair.answer[:-1]) if token in model.eos_token_ids]:
             raise SettingError(
                 f"answer {number} holds an end token at position {ends[0]}, where a run under hooks ends; pass the "
                 f"answer up to it, or leave hooks= out."

@@ -10,6 +10,7 @@ precedes them is padded.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -70,9 +71,7 @@ def bounds(
         found.append((pair.answer, losses, shares, weights, blocks))
     rows.sort(key=lambda row: (row.shape, len(row.before), row.before))
 
-    def work(batch: Sequence[_Row]) -> None:
-        _compute(passes, noise, batch)
-
+    work = partial(_compute, passes, noise)
     for _, same in groupby(rows, key=lambda row: row.shape):
         most = in_batches(list(same), lambda row: len(row.before) + len(row.clean), work, most)
     return [Likelihood("bound" if rule.exact else "estimate", *one, rule.draws_per_start) for one in found]

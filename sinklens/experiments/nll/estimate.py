@@ -141,8 +141,7 @@ def likelihoods(
 
 def divided(prompt: str, answer: str, encode: Callable[[str], list[int]]) -> PromptAnswer:
     """The pair of two texts, tokenized together by `encode`; the prompt is not empty."""
-    spaces = len(prompt) - len(prompt.rstrip())
-    if spaces:
+    if spaces := len(prompt) - len(prompt.rstrip()):
         prompt, answer = prompt[:-spaces], prompt[-spaces:] + answer
     before = encode(prompt)
     return PromptAnswer(tuple(before), tuple(encode(prompt + answer)[len(before) :]))

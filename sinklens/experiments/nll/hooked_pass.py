@@ -201,8 +201,7 @@ class HookedPass:
                 pairs = [(name, entry[1]) for name in names.select(entry[0], model.hook_names(), model.cfg.n_layers)]
             else:
                 raise HookNameError(f"{HOOKS}; got {entry!r}.")
-            beyond = [name for name, _ in pairs if name.startswith("denoise.") and name not in PASSED]
-            if beyond:
+            if beyond := [name for name, _ in pairs if name.startswith("denoise.") and name not in PASSED]:
                 raise SettingError(
                     f"{_named(entry)} acts at {beyond[0]}, but a likelihood decides no token, so its passes do not "
                     f"reach that point; they reach {', '.join(PASSED)} and the points of the model."
