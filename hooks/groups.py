@@ -16,8 +16,6 @@ from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.weights import AttentionWeights, MlpWeights
 
-PROJECTIONS = ("gate", "up", "down")
-
 
 class Points(nn.Module):
     """A group of points, one for each row of the table.
@@ -112,7 +110,7 @@ class MlpPoints(MlpWeights, Points):
     def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, parts: names.Parts) -> None:
         super().__init__(names.mlp_specs(parts), watch)
         mlp = layer.get_submodule(architecture.mlp)
-        paths = {part: getattr(architecture, part) for part in PROJECTIONS if parts.dense}
+        paths = {part: getattr(architecture, part) for part in ("gate", "up", "down") if parts.dense}
         self.__dict__["_projections"] = {part: mlp.get_submodule(path) for part, path in paths.items() if path}
         self.__dict__["_norm"] = layer.get_submodule(architecture.ln2)  # not submodules: the layer owns them
 

@@ -236,9 +236,12 @@ def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
 @cache
 def _spellings(n_layers: int, encoder: bool) -> dict[str, list[str]]:
     """Spelling -> points: of `aliases`, of points that are off, of some layers, and of an encoder."""
-    found = [("pos_embed.hook_out", POSITIONS.name), *aliases(n_layers).items()]
-    for below in (_SWITCHED_ALIASES, _OPTIONAL_ALIASES):
-        found += _in_blocks(below, n_layers).items()
+    found = [
+        ("pos_embed.hook_out", POSITIONS.name),
+        *aliases(n_layers).items(),
+        *_in_blocks(_SWITCHED_ALIASES, n_layers).items(),
+        *_in_blocks(_OPTIONAL_ALIASES, n_layers).items(),
+    ]
     if encoder:
         found += [(f"{ENCODER}{spelling}", f"{ENCODER}{point}") for spelling, point in found]
     points: dict[str, list[str]] = {}

@@ -259,8 +259,8 @@ class HookTree(ModelWeights, HookFront):
             if bool(attention_mask.all()) and past_key_values is None:
                 attention_mask = None
         if self.architecture.positions and position_ids is None:
-            columns = torch.arange(first, stop, device=input_ids.device)
-            position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
+            # hook_pos_embed has every row
+            position_ids = torch.arange(first, stop, device=input_ids.device).expand(len(input_ids), -1)
         base = self.hf.get_submodule(self.architecture.base)
         given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         given |= {"time": time} if self.architecture.time else {}

@@ -127,11 +127,13 @@ class Circuit:
     def edges(self) -> list[CircuitEdge]:
         """Its edges, largest scores first."""
         scores = self.scores.where(self.kept).to_series().dropna()
-        found = [
-            CircuitEdge(score=score, **dict(zip(scores.index.names, labels, strict=True)))
-            for labels, score in scores.items()
-        ]
-        return sorted(found, key=lambda edge: -abs(edge.score))
+        return sorted(
+            (
+                CircuitEdge(score=score, **dict(zip(scores.index.names, labels, strict=True)))
+                for labels, score in scores.items()
+            ),
+            key=lambda edge: -abs(edge.score),
+        )
 
     def __repr__(self) -> str:
         return f"Circuit({self.size} of {int(self.exists.sum())} edges)"

@@ -90,8 +90,9 @@ def train_tuned_lens(
             f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
             f"fewer buckets, or settings with more steps.",
         )
-        found = _trained(model, _joined(parts), updates, update_size, learning_rate, drawn)
-        lens.maps[number, :-1], lens.offsets[number, :-1] = found
+        lens.maps[number, :-1], lens.offsets[number, :-1] = _trained(
+            model, _joined(parts), updates, update_size, learning_rate, drawn
+        )
     return lens
 
 

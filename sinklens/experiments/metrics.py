@@ -106,10 +106,9 @@ def _parts(numbers: list[int], size: int) -> list[list[int]]:
 def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     """The steps that have to be run, each alone; None if the run has to begin at its first step."""
     settings, tree = base.settings, base.model.tree
-    reuses = settings.reuses_keys or settings.caches_keys
-    if tree.causal or tree.architecture.encoder or tree.changes_attention or reuses or settings.guided or not hooks:
-        return None
-    if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
+    reuses = settings.reuses_keys or settings.caches_keys or settings.guided
+    acts_alone = (isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks)
+    if tree.causal or tree.architecture.encoder or tree.changes_attention or reuses or not hooks or not all(acts_alone):
         return None
     named = {step for entry in hooks for step in entry.acting_steps(settings.most_steps)}
     return sorted(step for step in named if 0 <= step < base.steps_run)

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
@@ -120,8 +120,7 @@ def difference_of_means(
             f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}.",
         )
         found.append(mean)
-    values = found[0].mean() - found[1].mean()
-    return Directions(values, point, (found[0].count, found[1].count))
+    return Directions(found[0].mean() - found[1].mean(), point, (found[0].count, found[1].count))
 
 
 def refuse_canvas(model: Model, what: str) -> None:
@@ -173,8 +172,7 @@ class _Mean(Reader):
             self.sums[layer] = self.sums.get(layer, 0) + chosen.sum(dim=0).cpu()
             self.counts[layer] = self.counts.get(layer, 0) + len(chosen)
 
-        acts = [(f"blocks.{layer}.{self.point}", add) for layer in places.layers]
-        return places.around(acts)
+        return places.around([(f"blocks.{layer}.{self.point}", add) for layer in places.layers])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -268,9 +266,8 @@ def input_norms(
             for canvas, counts in _canvases(run, steps, without, generator):
                 counted.append(counts)
                 model.tree.peek(canvas.ids, canvas.attention_mask, [], canvas.time)
-    if not counted:
-        longest = max(run.steps_run for run in listed)
-        raise SettingError(f"no run reached any of the steps {steps!r}; the longest has {longest} steps.")
+    longest = max(run.steps_run for run in listed)
+    require(counted, f"no run reached any of the steps {steps!r}; the longest has {longest} steps.")
     norms = {name: total.sqrt().cpu() for name, total in totals.items()}
     return InputNorms(norms, sum(float(counts.sum()) for counts in counted))
 
@@ -304,8 +301,7 @@ def _canvases(
     """The canvases of a run's chosen steps, and how much each of their positions counts."""
     chosen = range(run.steps_run) if steps is None else whole_numbers("step", steps)
     strength = None
-    if without is not None:
-        assert run.sinks is not None
+    if without is not None and run.sinks is not None:
         strength = without.strength(run.sinks).mean(("layer", "head")).fillna(0).to_numpy()
     for step in sorted({number % run.steps_run for number in chosen if -run.steps_run <= number < run.steps_run}):
         canvas = exact_step(run, step)

@@ -76,8 +76,7 @@ class AutoregressiveSettings(Truncated):
     ) -> None:
         """Decode one token in the `running` rows; the others repeat their end token."""
         logits = state.checked(state.through("hook_logits", state.tree.head(hidden))[:, 0].float())
-        kept = decisions.truncate(logits, self.truncation)
-        probs = kept.softmax(dim=-1, dtype=torch.float64)
+        probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
         where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
         where[running] = True
         noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None

@@ -93,8 +93,7 @@ class DreamSettings(StopAtEnd, DreamRule):
         masks = (canvas == state.mask_id) & state.real
         where = masks & state.computed()
         drawn = self.draw(state, canvas, where)
-        scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
-        confidence = state.spread_confidence(where, scores)
+        confidence = state.spread_confidence(where, decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates))
         chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
         ranking = None if self.alg == "origin" or self.alg_temp else confidence
         state.commit(chosen, drawn.canvas, fill=self.stop_at_eos, best_by=ranking)
@@ -168,8 +167,7 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
         where = masks & state.computed()
         drawn = self.draw(state, canvas, where)
-        scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
-        confidence = state.spread_confidence(where, scores)
+        confidence = state.spread_confidence(where, decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates))
         threshold = None if number == 0 else self.threshold
         sizes = masks.sum(dim=1)  # a threshold, and the first pass of a block, commit one token at least
         at_times = number > 0 and self.threshold is None

@@ -77,11 +77,8 @@ class GiddSettings(Steps):
     name: ClassVar = "gidd"
     sets_time: ClassVar = True
     level: ClassVar = "time"
+    judges_all: ClassVar = True
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
-
-    @property
-    def judges_all_by(self) -> str:
-        return f"sampler={self.name!r}"
 
     def denoise(self, state: State) -> Iterator[None]:
         eps = state.tree.hf.config.t_eps
@@ -127,14 +124,11 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
     name: ClassVar = "gidd-self-correction"
     sets_time: ClassVar = True
     level: ClassVar = "time"
+    judges_all: ClassVar = True
     temperature: Annotated[float, Gt(0)] = 0.1
     t0: Annotated[float, Gt(0), Lt(1)] = 0.01
     early_stopping: bool = True
     early_stopping_patience: Count = 32
-
-    @property
-    def judges_all_by(self) -> str:
-        return f"sampler={self.name!r}"
 
     def denoise(self, state: State) -> Iterator[None]:
         self.check_start(state)

@@ -171,8 +171,7 @@ class _EditProgress(BlockProgress):
 
     def count_pass(self, masked: Bool[Tensor, " batch"]) -> None:
         """Count a pass in every running row; `masked` are the rows whose block has masked positions."""
-        kinds = torch.stack([masked, ~masked], dim=1)
-        self._left -= (kinds & self._running[:, None]).long()
+        self._left -= (torch.stack([masked, ~masked], dim=1) & self._running[:, None]).long()
 
     def settle(self, rows: Bool[Tensor, " batch"]) -> None:
         """Finish the blocks of these rows, in which a pass without masked positions changed nothing."""

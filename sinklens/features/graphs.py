@@ -84,7 +84,11 @@ def save_feature_graph(
         effects = [_parts(*one) for one in zip(saes, features, slopes, strict=True)]
         shown = _strongest(effects, read_as(Count, "top", top))
         made = [
-            {(at, one): _node(sae, layer, at, one, values[at, one].item()) for at, one in places}
+            {
+                (at, one): node(str(layer), one, at, "sae feature", f"{sae.point} {one}")
+                | {"activation": values[at, one].item()}
+                for at, one in places
+            }
             for sae, layer, values, places in zip(saes, layers, features, shown, strict=True)
         ]
         for level, targets in enumerate(made):
@@ -125,7 +129,3 @@ def _strongest(effects: Sequence[Float[Tensor, "pos feature"]], top: int) -> lis
     masks = kept.split([effect.numel() for effect in effects])
     pairs = [mask.view(effect.shape).nonzero().tolist() for mask, effect in zip(masks, effects, strict=True)]
     return [[(at, one) for at, one in level] for level in pairs]
-
-
-def _node(sae: SparseAutoencoder, layer: int, at: int, feature: int, value: float) -> dict[str, Any]:
-    return node(str(layer), feature, at, "sae feature", f"{sae.point} {feature}") | {"activation": value}

@@ -187,8 +187,7 @@ def probe_data(
     """
     require_run(run, "run")
     names, chosen = [stream_point(run.model, point) for point in as_tuple(points)], within("step", steps, run.steps_run)
-    if detector is not None and run.sinks is None:
-        raise SettingError("detector= needs recorded sinks; run with record_sinks=True.")
+    require(detector is None or run.sinks is not None, "detector= needs recorded sinks; run with record_sinks=True.")
     limit = place_mask(positions, run.real).cpu().numpy()
     inside, states = in_scope(run, scope), states_of_run(run)
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

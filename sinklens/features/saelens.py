@@ -83,11 +83,12 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
     for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
-        if about.get(name) not in allowed:
-            shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
-            raise CheckpointError(
-                f"{path}: {name}={about[name]!r} is not supported for architecture {kind!r}; only {shown}."
-            )
+        shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
+        require(
+            about.get(name) in allowed,
+            f"{path}: {name}={about.get(name)!r} is not supported for architecture {kind!r}; only {shown}.",
+            CheckpointError,
+        )
     missing = [name for name in READ[kind] if name not in weights]
     surplus = [name for name in weights if name not in READ[kind]]
     require(
@@ -109,11 +110,12 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
     except (SettingError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     for name in ("d_in", "d_sae"):
-        if config.get(name, getattr(sae, name)) != getattr(sae, name):
-            raise CheckpointError(
-                f"{path}: the config says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "
-                f"files belong to different SAEs."
-            )
+        require(
+            config.get(name, getattr(sae, name)) == getattr(sae, name),
+            f"{path}: the config says {name} {config.get(name)}, but the weights have {getattr(sae, name)}; the two "
+            f"files belong to different SAEs.",
+            CheckpointError,
+        )
     return sae.to(device)
 
 
@@ -158,8 +160,11 @@ def _found(folder: str | Path, revision: str | None) -> Path:
 def _config(path: Path) -> dict[str, Any]:
     found = {OLD_NAMES.get(name, name): value for name, value in read_json(path / CONFIG).items()}
     for name in ("meta", "metadata", "activation_fn_kwargs"):
-        if not isinstance(found.get(name), dict | None):
-            raise CheckpointError(f"{path / CONFIG} has {name} = {found[name]!r:.80}; it must be an object.")
+        require(
+            isinstance(found.get(name), dict | None),
+            f"{path / CONFIG} has {name} = {found.get(name)!r:.80}; it must be an object.",
+            CheckpointError,
+        )
     return found
 
 

@@ -28,8 +28,6 @@ from sinklens.interventions.rules import Rule
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, whole_numbers
 
-ChosenFeatures = Sequence[int] | Mapping[int, float]
-
 
 @dataclass(frozen=True)
 class SpliceSAE(AtPositions):
@@ -61,7 +59,7 @@ class SpliceSAE(AtPositions):
     sae: Any
     point: str
     _: KW_ONLY
-    features: ChosenFeatures | None = None
+    features: Sequence[int] | Mapping[int, float] | None = None
     error: bool = False
     scope: Scope = "all"
 

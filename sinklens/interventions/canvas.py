@@ -210,8 +210,7 @@ class SinkToken(AtPositions):
             if rows is None:
                 return None
             first, real = hook.forward_pass.first(queries), hook.forward_pass.real if run.single else run.real
-            place = place_mask([0], real)[:, first : first + queries]
-            found = place.to(device) & rows[:, 0]
+            found = place_mask([0], real)[:, first : first + queries].to(device) & rows[:, 0]
             return found if bool(found.any()) else None
 
         def alone(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
@@ -219,8 +218,7 @@ class SinkToken(AtPositions):
             token = extra(hook, len(distance), value.device)
             if token is None:
                 return None
-            hidden = token[:, :, None] & (distance != 0)
-            return value.masked_fill(hidden[:, None], -torch.inf)
+            return value.masked_fill((token[:, :, None] & (distance != 0))[:, None], -torch.inf)
 
         def empty(value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> Tensor | None:
             token = extra(hook, value.shape[1], value.device)

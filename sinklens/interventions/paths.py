@@ -141,8 +141,10 @@ def receivers_of(model: "Model") -> list[Receiver]:
         scale = f"{block}.adaln.hook_attn_scale" if model.tree.architecture.modulation else ""
         for letter, heads in (("q", cfg.n_heads), ("k", cfg.n_key_value_heads), ("v", cfg.n_key_value_heads)):
             point, stream = f"{block}.attn.hook_{letter}", f"{block}.hook_resid_pre"
-            for head in range(heads):
-                found.append(Receiver(f"L{layer}H{head}.{letter}", point, stream, letter, layer, head, depth, scale))
+            found += [
+                Receiver(f"L{layer}H{head}.{letter}", point, stream, letter, layer, head, depth, scale)
+                for head in range(heads)
+            ]
         point, stream = f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid"
         found.append(Receiver(f"{layer}_mlp_in", point, stream, "", layer, None, depth + 1))
     last = f"blocks.{cfg.n_layers - 1}.hook_resid_post"

@@ -61,8 +61,7 @@ class Hold(AtPositions):
     top_k: Count | None = None
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if run.causal:
-            raise SettingError(self.needs_run)
+        require(not run.causal, self.needs_run)
         require(
             self.top_k is None or self.point == PATTERN,
             f"top_k= holds attention to keys, at {PATTERN}; leave it out at {self.point}.",
@@ -141,8 +140,7 @@ def _strongest(
     queries = counted[:, first : first + pattern.shape[2]].to(pattern.device)
     scores = (pattern.float() * queries[:, None, :, None]).sum(dim=2)
     number = torch.full((len(scores), 1, 1), top_k, device=scores.device)
-    allowed = run.real[:, None, keys.start : keys.stop].to(scores.device)
-    return largest(scores, allowed, number)[:, :, None]
+    return largest(scores, run.real[:, None, keys.start : keys.stop].to(scores.device), number)[:, :, None]
 
 
 def _with_columns(

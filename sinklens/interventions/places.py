@@ -83,9 +83,10 @@ class Places:
         rule = Positions(None) if what.rule is None and of_keys and not run.single else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         for point in points or () if what.heads is not None else ():
-            if head_axis(point) is None:
-                axes = " ".join(names.axes_of(point))
-                raise SettingError(f"{point} has no head axis ({axes}); omit heads=, or patch an attn point.")
+            require(
+                head_axis(point) is not None,
+                f"{point} has no head axis ({' '.join(names.axes_of(point))}); omit heads=, or patch an attn point.",
+            )
         inside = [int(point.split(".")[1]) for point in points or () if point.startswith("blocks.")]
         self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
         self.heads = what.chosen_heads(model)

@@ -30,8 +30,6 @@ from sinklens.utils.integers import MOST_SEED
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-PruningScore = Literal["magnitude", "wanda", "random"]
-
 
 @dataclass(frozen=True, eq=False)
 class InputNorms:
@@ -73,7 +71,7 @@ class PruneWeights(EditWeights):
     """
 
     share: Share
-    score: PruningScore = "magnitude"
+    score: Literal["magnitude", "wanda", "random"] = "magnitude"
     norms: InputNorms | None = None
     seed: Seed = 0
 

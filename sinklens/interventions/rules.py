@@ -32,7 +32,6 @@ from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.scores import (
     ScoredStep,
     check_prompts,
-    check_second_pass,
     check_source,
     detected,
     kinds_now,
@@ -483,8 +482,11 @@ class Where(Rule):
             layers, heads = within("layer", self.of[:1], cfg.n_layers), within("head", self.of[1:], cfg.n_heads)
         if source is not None:
             check_source(source, run)
-        elif self.same_step:
-            check_second_pass(run)
+        require(
+            source is not None or not self.same_step or not (run.causal or run.tree.architecture.encoder),
+            "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
+            "encoder, where no self-conditioning is lost; use the sinks of the previous step.",
+        )
         counted = None if self.pick == "strongest" else run.controls.begin(f"{now.name}(pick={self.pick!r})")
         checked = source is None
 

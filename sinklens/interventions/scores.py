@@ -75,11 +75,8 @@ class StepScores:
 
     def first(self) -> Pairs:
         """Hooks to list before those that use the scores."""
-        found: Pairs = []
-        for layer in self._layers if self._run.causal else ():
-            at = f"blocks.{layer}.attn"
-            found += [(f"{at}.hook_rot_q", self._keep_part), (f"{at}.hook_rot_k", self._keep_part)]
-        return found
+        layers = self._layers if self._run.causal else ()
+        return [(f"blocks.{layer}.attn.hook_rot_{part}", self._keep_part) for layer in layers for part in "qk"]
 
     def last(self) -> Pairs:
         """Hooks to list after them, which see the attention as it was used."""
@@ -126,24 +123,16 @@ def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.dev
     return ScoredStep({layer: score[:, at] for at, layer in enumerate(layers)}, canvas, starts, track, there)
 
 
-def check_second_pass(run: RunContext) -> None:
-    require(
-        not run.causal and not run.tree.architecture.encoder,
-        "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
-        "encoder, where no self-conditioning is lost; use the sinks of the previous step.",
-    )
-
-
 def check_source(source: SinkTrack, run: RunContext) -> None:
     (rows, length), cfg = run.real.shape, run.tree.cfg
     sizes = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
     there = {axis: source.data.sizes[axis] for axis in sizes}
-    if source.causal != run.causal or there != sizes:
-        kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, run.causal)]
-        raise SettingError(
-            f"source is a run of kind {kinds[0]} with {there}, this run {kinds[1]} with {sizes}; record it with this "
-            f"model and these prompts."
-        )
+    kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, run.causal)]
+    require(
+        source.causal == run.causal and there == sizes,
+        f"source is a run of kind {kinds[0]} with {there}, this run {kinds[1]} with {sizes}; record it with this "
+        f"model and these prompts.",
+    )
 
 
 def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch pos"]) -> None:

@@ -76,8 +76,7 @@ class ReplaceValues(AtKeys):
         kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in places.layers]
         computed = [(f"blocks.{layer}.attn.hook_pattern", compute) for layer in places.layers]
         changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in places.layers]
-        first = [] if draws is None else draws.first()
-        return [*first, *kept, *places.around(computed), *changed]
+        return [*([] if draws is None else draws.first()), *kept, *places.around(computed), *changed]
 
 
 def AblateValues(

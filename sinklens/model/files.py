@@ -6,6 +6,7 @@ is built. transformers alone would only warn and continue with random weights.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -162,7 +163,7 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     """
     shapes: dict[str, tuple[int, ...]] = {}
     original: dict[str, str] = {}
-    dtypes: dict[str, int] = {}
+    dtypes = Counter[str]()
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -173,12 +174,11 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
                     part = opened.get_slice(stored)
                     name = rename(stored, family.renames)
                     shapes[name], original[name] = tuple(part.get_shape()), stored
-                    size = torch.Size(shapes[name]).numel()
-                    dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
+                    dtypes[part.get_dtype()] += torch.Size(shapes[name]).numel()
         except SafetensorError as error:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
     if quantized:
-        dtypes = {kind: size for kind, size in dtypes.items() if kind in DTYPES}
+        dtypes = Counter({kind: size for kind, size in dtypes.items() if kind in DTYPES})
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
     require(
         main in DTYPES,
@@ -264,6 +264,8 @@ def check_weights(weights: Weights, expected: dict[str, tuple[int, ...]], tied: 
     ]
     both = ((missing, "are missing"), (unexpected, "have no place in the model"))
     problems = [f"{len(names)} weights {what} ({', '.join(names[:4])})" for names, what in both if names] + shapes[:4]
-    if problems:
-        found = "; ".join(problems)
-        raise CheckpointError(f"{where}: {found}. Nothing was loaded; check that config and weights match.")
+    require(
+        not problems,
+        f"{where}: {'; '.join(problems)}. Nothing was loaded; check that config and weights match.",
+        CheckpointError,
+    )

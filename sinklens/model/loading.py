@@ -516,8 +516,7 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
         for key, token in [*tokens, *((key, generation.get(key)) for key in ("bos_token_id", "pad_token_id"))]:
             read_as(int | None, key, token)
         listed = read_as(dict, "sinklens", generation.get("sinklens") or {})
-        found = _generation_defaults(generation, family) | listed
-        return read_settings(family.sampler, found)
+        return read_settings(family.sampler, _generation_defaults(generation, family) | listed)
     except (SettingError, *UNBUILDABLE) as error:
         raise CheckpointError(f"{file} has no valid settings: {error!s:.300}") from error
 

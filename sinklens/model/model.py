@@ -51,8 +51,6 @@ NOT_FINGERPRINTED = (
     "distributed_config",
 )  # config keys that the fingerprint leaves out
 WRITTEN = "generator.output"  # the location that serves the ids after a run
-RUN = "sinklens.runs.generating:generate_as"  # these are found by name when they are called: they use models
-LIKELIHOOD = "sinklens.experiments.nll.estimate:likelihood"
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
@@ -168,8 +166,7 @@ class Model(ModuleMethods, SinglePasses):
         added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
         markup = sorted((added | set(self.tokenizer.all_special_ids)) - {*mask, *start, *end})
         words = [token for token in mask if self.mask_is_text and token not in added]
-        found = {"mask": mask, "start": start, "end": end, "markup": markup}
-        return found | ({"words": words} if words else {})
+        return {"mask": mask, "start": start, "end": end, "markup": markup} | ({"words": words} if words else {})
 
     @property
     def fingerprint(self) -> str:
@@ -181,10 +178,8 @@ class Model(ModuleMethods, SinglePasses):
         described = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             described += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
-        hf, adapter = self.tree.hf, self.tree.adapter
-        if adapter is not None:
-            described.append(adapter.fingerprint)
-        return weights_fingerprint(stored_values(hf), repr(described))
+        described += [] if self.tree.adapter is None else [self.tree.adapter.fingerprint]
+        return weights_fingerprint(stored_values(self.tree.hf), repr(described))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order in which a step reaches them."""
@@ -217,7 +212,10 @@ class Model(ModuleMethods, SinglePasses):
             PromptError: the prompt is missing or invalid.
         """
         prompt = options.pop("input_ids", None) if input is None else input
-        return resolve_name(RUN)(self, prompt, max_new_tokens=max_new_tokens, **options)
+        # found by name when it is called, as is likelihood: they use models
+        return resolve_name("sinklens.runs.generating:generate_as")(
+            self, prompt, max_new_tokens=max_new_tokens, **options
+        )
 
     def likelihood(self, prompts: Prompt, answers: Prompt, **options: Any) -> Any:
         """Log-likelihood of an answer given its prompt, or a lower bound of it, in nats, with its standard error.
@@ -232,7 +230,7 @@ class Model(ModuleMethods, SinglePasses):
         Returns:
             A `sinklens.experiments.Likelihood`, or one for each of several answers.
         """
-        return resolve_name(LIKELIHOOD)(self, prompts, answers, **options)
+        return resolve_name("sinklens.experiments.nll.estimate:likelihood")(self, prompts, answers, **options)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.tree.hf.parameters())

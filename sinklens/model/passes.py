@@ -191,8 +191,7 @@ class SinglePasses(TokenMethods, Root):
     def _check_pass(self, given: Encoded, mode: Any = None, longer: bool = False) -> None:
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
         self.check_length(int(given.real.sum(dim=1).max()), allow_longer=longer)
-        said = self._warned or mode in CAUSAL or self.mask_token_id is None
-        if said or self.mask_token_id in given.ids:
+        if self._warned or mode in CAUSAL or self.mask_token_id is None or self.mask_token_id in given.ids:
             return
         self._warned = True
         warn_caller(

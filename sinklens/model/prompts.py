@@ -222,8 +222,8 @@ class PromptReader:
     def _refuse_padding(self, ids: Int[Tensor, "batch pos"], side: str, lone: int) -> None:
         """Reject rows that look padded: their counts of leading padding tokens differ, or are all `lone` or more."""
         runs = _leading(ids, self.pad)
-        known = self.tokenizer is not None  # else the padding token is unknown
-        if known and (bool((runs != runs[0]).any()) or int(runs[0]) >= lone):
+        # without a tokenizer, the padding token is unknown
+        if self.tokenizer is not None and (bool((runs != runs[0]).any()) or int(runs[0]) >= lone):
             raise PromptError(
                 f"rows of these ids {side} with {int(runs.min())} to {int(runs.max())} tokens {self.pad}, the padding "
                 f"token; ids alone do not show whether that is padding. Pass a dict with input_ids and attention_mask, "
@@ -272,8 +272,7 @@ class PromptReader:
                 PromptError,
             )
             return ids
-        added = adds_start(self.tokenizer, text)
-        if added and (prepend_bos is False or ids[1:2] == [start]):
+        if adds_start(self.tokenizer, text) and (prepend_bos is False or ids[1:2] == [start]):
             return ids[1:]
         return [start, *ids] if prepend_bos and ids[:1] != [start] else ids
 
@@ -324,8 +323,7 @@ def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos
         found = torch.atleast_2d(torch.as_tensor(mask))
     except (TypeError, ValueError, RuntimeError):
         raise PromptError(f"{MARKS}, {list(real.shape)}; got {mask!r:.60} ({type(mask).__name__}).") from None
-    fits = found.shape == real.shape and bool(((found == 0) | (found == 1)).all() & found.any(dim=1).all())
-    if not fits:
+    if found.shape != real.shape or not bool(((found == 0) | (found == 1)).all() & found.any(dim=1).all()):
         raise PromptError(
             f"{MARKS}, {list(real.shape)}, with a real token in each row; got {list(found.shape)}, "
             f"{found.tolist()!s:.60}."

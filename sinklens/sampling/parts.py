@@ -21,8 +21,6 @@ from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative
 
-Remasking = Literal["low_confidence", "random"]
-
 
 @dataclass(frozen=True)
 class Steps(Sampler):
@@ -133,7 +131,7 @@ class Guided(ByConfidence):
 
     temperature: NonNegative = 0.0
     cfg_scale: NonNegative = 0.0
-    remasking: Remasking = "low_confidence"
+    remasking: Literal["low_confidence", "random"] = "low_confidence"
 
     @property
     def guided(self) -> bool:

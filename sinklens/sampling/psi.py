@@ -74,6 +74,7 @@ class PsiSampler(Steps):
     """
 
     sets_time: ClassVar = True
+    judges_all: ClassVar = True
     final_step: Literal["ancestral", "greedy", "none"] = "ancestral"
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
@@ -97,10 +98,6 @@ class PsiSampler(Steps):
     @property
     def most_steps(self) -> int:
         return self.steps + (self.final_step != "none")
-
-    @property
-    def judges_all_by(self) -> str:
-        return f"sampler={self.name!r}"
 
     def _parts(self) -> tuple[int, int]:
         """Number of high and of middle times."""

@@ -59,6 +59,9 @@ class Sampler(ABC):
     blocks_by: ClassVar[str] = ""
     """The sampler that follows the same rule block by block, where this one has no `block_length`; "" for none."""
 
+    judges_all: ClassVar[bool] = False
+    """Whether every step judges every answer position, decided ones too, whatever its settings."""
+
     later_points: ClassVar[tuple[str, ...]] = ()
     """Points of the sampler that it passes, but not in its first step."""
 
@@ -143,7 +146,7 @@ class Sampler(ABC):
     @property
     def judges_all_by(self) -> str:
         """The setting with which every step judges every answer position, decided ones too; empty if none does."""
-        return ""
+        return f"sampler={self.name!r}" if self.judges_all else ""
 
     @property
     def closing_token(self) -> str:

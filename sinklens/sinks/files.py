@@ -35,8 +35,9 @@ VARIABLES = {  # name -> axes and kinds of numbers
     "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"), "final_id": (("batch", "pos"), "iu"),
 }  # fmt: skip
 DOCUMENTS = ("settings", "versions", "vocabulary", "special")  # attributes that hold a JSON object
-TEXTS = ("model", "revision", "family", "attention", "sampler", "dtype", "device", *DOCUMENTS)
-ATTRIBUTES: dict[str, Any] = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(("causal", "block_length"), int)}
+ATTRIBUTES: dict[str, Any] = dict.fromkeys(
+    ("model", "revision", "family", "attention", "sampler", "dtype", "device", *DOCUMENTS), str
+) | dict.fromkeys(("causal", "block_length"), int)
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # must match to concatenate tracks
 
 
@@ -51,8 +52,7 @@ def save(track: TrackData, path: Path) -> Path:
             store.commit(track.steps, **data.attrs)
         return path
     compressed = {name: {"zlib": True, "complevel": 1} for name in data.data_vars if data[name].dtype.kind == "f"}
-    content = data.to_netcdf(engine="h5netcdf", encoding=compressed)
-    write_file(path, content)
+    write_file(path, data.to_netcdf(engine="h5netcdf", encoding=compressed))
     return path
 
 

@@ -210,9 +210,8 @@ def _prompt(entry: Mapping[str, Any], where: str) -> str | list[int]:
 
 
 def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:
-    if isinstance(found, str) and found.strip():
-        return found
-    if isinstance(found, list) and found and all(type(token) is int for token in found):
+    ids = isinstance(found, list) and found and all(type(token) is int for token in found)
+    if ids or (isinstance(found, str) and found.strip()):
         return found
     raise TaskError(f"{where}: the {key} is {_short(found)}; give a text, or a list of token ids such as [2, 287, 28].")
 

@@ -18,8 +18,6 @@ from jaxtyping import Float, Int
 from sinklens.errors import require
 from sinklens.utils.estimates import Estimate
 
-ValueKind = Literal["likelihood", "bound", "estimate"]
-
 
 class PromptAnswer(NamedTuple):
     """Token ids of a prompt and its answer."""
@@ -44,7 +42,7 @@ class Likelihood:
         greedy: whether every token of the answer is the most likely one; False in diffusion models.
     """
 
-    kind: ValueKind
+    kind: Literal["likelihood", "bound", "estimate"]
     tokens: tuple[int, ...]
     losses: Float[np.ndarray, "draw pos"]
     shares: Float[np.ndarray, "draw pos"]
