@@ -47,8 +47,7 @@ def _masked_loss(
             real token of each row. None if all logits are about their own position.
     """
     if own is not None:
-        shifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-        logits = torch.where(own[..., None], logits, shifted)
+        logits = torch.where(own[..., None], logits, torch.cat([logits[:, :1], logits[:, :-1]], dim=1))
     targets = torch.where(masked, targets, 0)
     lost = -logits.float().log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
     lost = torch.where(masked, lost, 0.0)
@@ -110,9 +109,10 @@ class Masks:
                 "a canvas does not say which tokens are behind its masks; pass their ids as targets= [batch, pos], "
                 "such as run.tokens or the text before it was masked."
             )
-        if targets.shape != canvas.shape:
-            shape = list(canvas.shape)
-            raise SettingError(f"targets= has the shape of the canvas, {shape}; got {list(targets.shape)}.")
+        require(
+            targets.shape == canvas.shape,
+            f"targets= has the shape of the canvas, {list(canvas.shape)}; got {list(targets.shape)}.",
+        )
         behind = targets.to(canvas.device)[masked]
         require(
             not bool(((behind == self.token) | (behind < 0)).any()),

@@ -21,7 +21,7 @@ from transformer_lens import FactoredMatrix
 from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
 from sinklens.hooks.weights import Reader, bias_of
@@ -35,12 +35,12 @@ def _stacked(part: str, name: str) -> property:
         device = tree.cfg.device  # layers may be on several devices
         weights = [getattr(getattr(block, part), name).to(device) for block in tree.blocks]
         shapes = {tuple(weight.shape): layer for layer, weight in reversed(list(enumerate(weights)))}
-        if len(shapes) > 1:
-            found = ", ".join(f"{list(shape)} from layer {layer}" for shape, layer in reversed(shapes.items()))
-            raise SettingError(
-                f"{name} cannot be stacked, because the layers of this model differ: {found}; read one layer's "
-                f"as model.blocks[layer].{part}.{name}."
-            )
+        found = ", ".join(f"{list(shape)} from layer {layer}" for shape, layer in reversed(shapes.items()))
+        require(
+            len(shapes) == 1,
+            f"{name} cannot be stacked, because the layers of this model differ: {found}; read one layer's "
+            f"as model.blocks[layer].{part}.{name}.",
+        )
         return torch.stack(weights)
 
     return property(stack, doc=f"`{name}` of all layers, [layer, ...].")

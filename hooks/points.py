@@ -284,9 +284,7 @@ class SamplerPoint(Point):
             they pass, and one that they never pass would otherwise look like one that a step has passed already.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(watch)
-        self.reached: int | None = None
+    reached: int | None = None
 
     @property
     def watched(self) -> bool:

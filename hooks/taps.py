@@ -61,11 +61,7 @@ def connect_encoder(
     connect(undo, base, architecture, points.hook_embed, points.ln_final, points.blocks)  # type: ignore[arg-type]
     mixer = hf.get_submodule(f"{architecture.base}.{architecture.self_conditioning}")
     point = sampler.hook_self_conditioning
-
-    def tap(_module: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        return (inputs[0], point(inputs[1])) if point.watched else None
-
-    Tap(undo, [point], lambda: mixer.register_forward_pre_hook(tap).remove)
+    Tap(undo, [point], lambda: mixer.register_forward_pre_hook(lambda _, given: (given[0], at(point, given[1]))).remove)
 
 
 def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, tree: Any) -> None:
@@ -74,11 +70,7 @@ def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, t
     _tap_input(undo, embedding, tree.hook_time)
     tap_output(undo, embedding, tree.hook_cond)
     points, made = (tree.hook_final_shift, tree.hook_final_scale), base.get_submodule(architecture.modulation)
-
-    def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        return modulation.shown(points, output)
-
-    Tap(undo, points, lambda: made.register_forward_hook(tap).remove)
+    Tap(undo, points, lambda: made.register_forward_hook(lambda _, __, output: modulation.shown(points, output)).remove)
     tap_output(undo, base.get_submodule(architecture.modulate), tree.ln_final.hook_modulated)
 
 
@@ -97,11 +89,8 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
         tap_output(undo, norm, getattr(block.attn, f"hook_{name}_normed"))
     undo.callback(_placed(attn, attention.TAPPED, True))
     Tap(undo, [*block.attn.inside, block.attn.hook_fresh], lambda: _placed(attn, attention.POINTS, block.attn))
-    output = attn.get_submodule(architecture.o)
-    if architecture.modulation:
-        modulation.tap_mixed(undo, output, block.attn)
-    else:
-        _tap_result(undo, output, block.attn)
+    tap_heads_output = modulation.tap_mixed if architecture.modulation else _tap_result
+    tap_heads_output(undo, attn.get_submodule(architecture.o), block.attn)
     _connect_mlp(layer, block, architecture, undo)
     _replace_forward(layer, block, architecture, undo)
 
@@ -113,12 +102,11 @@ def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, u
         ExpertTaps(layer if experts.branch else mlp, block.mlp, experts, undo)
         if experts.shared and block.parts.shared:
             tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
-    if not block.parts.dense:
-        return
-    if architecture.gate:
-        tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
-    tap_output(undo, mlp.get_submodule(architecture.gate or architecture.up), block.mlp.hook_pre)
-    _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
+    if block.parts.dense:
+        if architecture.gate:
+            tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
+        tap_output(undo, mlp.get_submodule(architecture.gate or architecture.up), block.mlp.hook_pre)
+        _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
 
 
 def _replace_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
@@ -190,18 +178,11 @@ def _with_experts(layer: nn.Module, block: "Block", experts: Experts, stream: Te
 
 def tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:
     """Pass the output of a module through `point` while it is watched."""
-
-    def tap(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return point(output) if point.watched else None
-
-    Tap(undo, [point], lambda: module.register_forward_hook(tap).remove)
+    Tap(undo, [point], lambda: module.register_forward_hook(lambda _, __, output: at(point, output)).remove)
 
 
 def _tap_input(undo: ExitStack, module: nn.Module, point: Point) -> None:
-    def tap(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor] | None:
-        return (point(inputs[0]),) if point.watched else None
-
-    Tap(undo, [point], lambda: module.register_forward_pre_hook(tap).remove)
+    Tap(undo, [point], lambda: module.register_forward_pre_hook(lambda _, given: (at(point, given[0]),)).remove)
 
 
 def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) -> None:

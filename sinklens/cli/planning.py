@@ -130,8 +130,7 @@ def print_plan(
     card = find_card(options.card)
     number, parts = shared["shard"]
     samples = list(shared["task"].samples(shared["limit"]))[number::parts]
-    every = under_caches(conditions, shared["cache"])
-    found = planned(name, protocol, every, samples, shared["load"])
+    found = planned(name, protocol, under_caches(conditions, shared["cache"]), samples, shared["load"])
     seconds = found.seconds(card, options.utilization, options.cards)
     prompt = f"{found.prompt_tokens:.0f} tokens a prompt" + ("" if found.counted else " (by 4 characters a token)")
     cards = f"{options.cards} x {card.name}" if options.cards > 1 else card.name

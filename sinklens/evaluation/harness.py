@@ -254,10 +254,10 @@ class SinklensLM(TemplateLM):
             SettingError: the model has no likelihood, a hook needs an earlier step, or a cache policy is set.
         """
         most = longest(self.model)
-        pairs = [
-            PromptAnswer(tuple(before[-max(most - len(after), 1) :]), tuple(after)) for _, before, after in requests
-        ]
-        return self._scored(pairs, disable_tqdm)
+        return self._scored(
+            [PromptAnswer(tuple(before[-max(most - len(after), 1) :]), tuple(after)) for _, before, after in requests],
+            disable_tqdm,
+        )
 
     def _scored(self, pairs: Sequence[PromptAnswer], disable_tqdm: bool) -> list[tuple[float, bool]]:
         from tqdm import tqdm

@@ -322,6 +322,9 @@ def compiled_filter() -> bytes:
             results.append(library.seccomp_rule_add_array(rules, action, number, int(name == "clone"), NO_THREAD))
     with tempfile.TemporaryFile() as file:
         results.append(library.seccomp_export_bpf(rules, file.fileno()))
-        if min(results) < 0:
-            raise SinklensError(f"libseccomp cannot compile the filter: {os.strerror(-min(results))}. {INSTALL}")
+        require(
+            min(results) >= 0,
+            f"libseccomp cannot compile the filter: {os.strerror(-min(results))}. {INSTALL}",
+            SinklensError,
+        )
         return os.pread(file.fileno(), 2**16, 0)

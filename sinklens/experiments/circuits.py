@@ -105,8 +105,7 @@ class Circuit:
             size is not None and 0 <= size <= exists,
             f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.",
         )
-        order = np.argsort(-values, axis=None, kind="stable")[:size]  # NaN comes last
-        return cls(_marked(scores, order), scores)
+        return cls(_marked(scores, np.argsort(-values, axis=None, kind="stable")[:size]), scores)  # NaN comes last
 
     @property
     def exists(self) -> np.ndarray:

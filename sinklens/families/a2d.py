@@ -96,10 +96,12 @@ class Bd3lmCardSettings(Guided, Passes):
     name: ClassVar = "bd3lm-card"
 
     def progress(self, state: State) -> BlockProgress:
-        def shares(masked: int) -> list[int]:
-            return [count for count in self.even_shares(masked) if count]
-
-        return BlockProgress(state, shares, self.stop_ids(state), blocks=Blocks(self.block_length, "token"))
+        return BlockProgress(
+            state,
+            lambda masked: [count for count in self.even_shares(masked) if count],
+            self.stop_ids(state),
+            blocks=Blocks(self.block_length, "token"),
+        )
 
     def step(self, state: State, progress: BlockProgress) -> None:
         block, counts, start = progress.current(), progress.take_counts(), state.prompt_length

@@ -30,7 +30,6 @@ QWEN_REQUIRED: Required = {
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
 }
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAME = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "hidden_act",
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "attention_dropout",
@@ -152,7 +151,9 @@ def kept(config: dict[str, Any]) -> dict[str, Any]:
 
     The classes' own defaults of these tokens refer to another vocabulary.
     """
-    return {key: config[key] for key in _SAME if key in config} | {key: config.get(key) for key in _TOKENS}
+    return {key: config[key] for key in _SAME if key in config} | {
+        key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
 
 
 def rotation(config: dict[str, Any]) -> dict[str, Any]:

@@ -222,8 +222,7 @@ class _Block:
         drawn = torch.zeros_like(self._time).masked_scatter(
             rows[:, 0], self._state.noise.uniform(rows, dtype=torch.float64)
         )
-        number = (drawn * counts).long() + 1
-        return chosen & (chosen.cumsum(dim=1) == number[:, None])
+        return chosen & (chosen.cumsum(dim=1) == (drawn * counts).long()[:, None] + 1)
 
 
 FAMILIES = (

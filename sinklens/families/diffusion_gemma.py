@@ -29,6 +29,7 @@ from torch import Tensor
 from sinklens.errors import require
 from sinklens.families.base import Family
 from sinklens.sampling import decisions
+from sinklens.sampling.parts import multiples
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative, Positive
@@ -69,13 +70,10 @@ class DiffusionGemmaSettings(RandomCanvas):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length, canvas = self.gen_length, self.canvas_length
-        below, above = length // canvas * canvas, -(-length // canvas) * canvas
-        fitting = f"{below} or {above}" if below else str(above)
         require(
-            length % canvas == 0,
-            f"gen_length {length} is not a multiple of canvas_length {canvas}, and only complete canvases are "
-            f"generated; choose {fitting}.",
+            self.gen_length % self.canvas_length == 0,
+            f"gen_length {self.gen_length} is not a multiple of canvas_length {self.canvas_length}, and only complete "
+            f"canvases are generated; choose {multiples(self.gen_length, self.canvas_length)}.",
         )
         require(
             self.t_min < self.t_max,
@@ -93,8 +91,7 @@ class DiffusionGemmaSettings(RandomCanvas):
 
     def temperature(self, step: int) -> float:
         """The temperature of step `step` of a canvas, counted from 0."""
-        left = (self.max_denoising_steps - step) / self.max_denoising_steps
-        return self.t_min + (self.t_max - self.t_min) * left
+        return self.t_min + (self.t_max - self.t_min) * ((self.max_denoising_steps - step) / self.max_denoising_steps)
 
     def denoise(self, state: State) -> Iterator[None]:
         require(

@@ -250,9 +250,11 @@ class DitModel(DitPreTrainedModel):
             "run.time[:, step] holds the noise levels of a step of a run.",
         )
         times = torch.as_tensor(time, dtype=torch.float32, device=device).reshape(-1)
-        if len(times) not in (1, rows):
-            allowed = "one" if rows == 1 else f"one, or {rows}"
-            raise SettingError(f"time= has {len(times)} numbers, but the batch has {rows} rows; pass {allowed}.")
+        require(
+            len(times) in (1, rows),
+            f"time= has {len(times)} numbers, but the batch has {rows} rows; pass "
+            f"{'one' if rows == 1 else f'one, or {rows}'}.",
+        )
         if not bool((times >= 0).all()) or bool(times.isinf().any()):
             raise SettingError(f"time= must be finite numbers of at least 0; got {times.tolist()}.")
         return times.expand(rows)

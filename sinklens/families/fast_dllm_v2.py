@@ -66,9 +66,8 @@ class FastDllmV2Settings(Drawn, Blockwise):
     positions: int = field(default=0, metadata=FILLED_IN)
 
     def derived(self) -> dict[str, Any]:
-        default = 8 if self.block_length % 8 == 0 else self.block_length
         return super().derived() | {
-            "small_block_size": self.small_block_size or default,
+            "small_block_size": self.small_block_size or (self.block_length if self.block_length % 8 else 8),
             "positions": self.positions or self.gen_length,
         }
 

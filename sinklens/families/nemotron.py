@@ -51,6 +51,7 @@ from sinklens.errors import HookFunctionError, PromptError, ReadOnlyHookError, r
 from sinklens.families.base import Family, kept
 from sinklens.sampling import decisions
 from sinklens.sampling.mode_steps import BlocksAfterPrompt, ModeSteps
+from sinklens.sampling.parts import multiples
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
 
@@ -65,13 +66,10 @@ class CompleteBlocks(BlocksAfterPrompt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length, size = self.gen_length, self.block_length
-        below, above = length // size * size, -(-length // size) * size
-        fitting = f"{below} or {above}" if below else str(above)
         require(
-            length % size == 0,
-            f"gen_length {length} is not a multiple of block_length {size}, and only complete blocks are generated; "
-            f"choose {fitting}, or another block_length.",
+            self.gen_length % self.block_length == 0,
+            f"gen_length {self.gen_length} is not a multiple of block_length {self.block_length}, and only complete "
+            f"blocks are generated; choose {multiples(self.gen_length, self.block_length)}, or another block_length.",
         )
 
     def block_ranges(self, prompt_length: int) -> list[range]:

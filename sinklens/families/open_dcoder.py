@@ -91,8 +91,7 @@ class OpenDcoderSettings(DreamRule):
         least = decisions.leftmost_best(doubt, counts)
         state.tied = decisions.chosen_among_equals(doubt, least)
         commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
-        written = torch.where(commit, drawn.canvas, canvas)
-        state.end_step(written.masked_fill(least & ~commit, state.mask_id))
+        state.end_step(torch.where(commit, drawn.canvas, canvas).masked_fill(least & ~commit, state.mask_id))
 
     def softmax(self, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
         """The distribution of `cast` logits, at least in float32, as in the published code."""

@@ -141,12 +141,13 @@ def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
     windowed = family.causal and has_windows and getattr(made, "sliding_window", None) is not None
     allowed = {"full_attention", "sliding_attention"} if windowed else {"full_attention"}
     other = sorted(set(getattr(made, "layer_types", None) or ()) - allowed)
-    if other and not family.class_attention:
-        off = " while sliding_window is off" if family.causal and has_windows and not windowed else ""
-        raise CheckpointError(
-            f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "
-            f"{' and '.join(sorted(allowed))}{off}."
-        )
+    off = " while sliding_window is off" if family.causal and has_windows and not windowed else ""
+    require(
+        not other or family.class_attention,
+        f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "
+        f"{' and '.join(sorted(allowed))}{off}.",
+        CheckpointError,
+    )
 
 
 def check_required(config: dict[str, Any], family: Family, where: str) -> None:

@@ -65,8 +65,7 @@ def same_mass(
     total, number = (scores * there).sum(dim=-1, keepdim=True), there.sum(dim=-1, keepdim=True)
     no_sink = scores - (total - scores) / (number - 1) <= EpsilonOverMean().epsilon
     rest = allowed & ~found & no_sink & (scores > 0)  # of keys that were masked before, any number would fit
-    flat = (part.flatten(2) for part in (order, scores, found, rest))
-    return of_mass(*flat).view_as(found)
+    return of_mass(*(part.flatten(2) for part in (order, scores, found, rest))).view_as(found)
 
 
 def of_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKeys:

@@ -109,9 +109,9 @@ class Draws:
         for row, column in wanted.nonzero().tolist():
             label = tuple(self._labels[row, column].tolist())
             if label not in self._samples:
-                named = zip(self._match, label, strict=True)
                 shown = ", ".join(
-                    f"{name} {CODES[name](code).name.lower() if name in CODES else code}" for name, code in named
+                    f"{name} {CODES[name](code).name.lower() if name in CODES else code}"
+                    for name, code in zip(self._match, label, strict=True)
                 )
                 raise SettingError(
                     f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from "

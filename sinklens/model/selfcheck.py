@@ -38,7 +38,6 @@ EDITED = 2  # tokens of the passes with edits, whose rows are many: two keys suf
 TIME = 0.5
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
-INDICES = "hook_expert_indices"
 Run = Callable[..., Float[Tensor, "row pos vocab"]]
 
 
@@ -219,8 +218,7 @@ def _same(tree: HookTree, found: Tensor, before: Tensor) -> bool:
     """Whether no edit reached a row; with experts up to rounding, as other rows' tokens share their matrix products."""
     if not any(parts.experts for parts in tree.parts):
         return torch.equal(found, before)
-    noise = 4 * torch.finfo(before.dtype).eps * before.abs().max()
-    return bool((found - before).abs().max() <= noise)
+    return bool((found - before).abs().max() <= 4 * torch.finfo(before.dtype).eps * before.abs().max())
 
 
 def _other(value: Tensor, name: str) -> Tensor:
@@ -228,7 +226,7 @@ def _other(value: Tensor, name: str) -> Tensor:
 
     Every second scale of a norm is negative, since the norms of queries, keys and values undo a positive factor.
     """
-    if name.endswith(INDICES):
+    if name.endswith("hook_expert_indices"):
         return torch.where(value == 0, 1, 0)
     if name.endswith("hook_attn_mask"):
         hidden = torch.zeros_like(value)

@@ -302,6 +302,12 @@ def check_threshold(alg: str, threshold: float | None) -> None:
     )
 
 
+def multiples(number: int, size: int) -> str:
+    """The multiples of `size` next to a number, in words; 0 is none."""
+    below, above = number // size * size, -(-number // size) * size
+    return f"{below} or {above}" if below else str(above)
+
+
 def divisors(number: int) -> str:
     """The divisors of a number, in words."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

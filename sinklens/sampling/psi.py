@@ -141,10 +141,10 @@ class PsiSampler(Steps):
             "low_mode": slice(high + middle, None),
         }
         kappas = torch.cat([_kappas(name, getattr(self, name), times[part]) for name, part in modes.items()])
-        found = []
-        for number, (time, later) in enumerate(pairwise(times)):
-            until = time - (time - later)  # rounded as in the published code
-            found.append(Update(clean_share(time), clean_share(until), kappas[number]))
+        found = [
+            Update(clean_share(time), clean_share(time - (time - later)), kappa)  # rounded as in the published code
+            for (time, later), kappa in zip(pairwise(times), kappas, strict=False)  # none for the last time
+        ]
         if self.final_step != "none":
             one = torch.ones(())
             found.append(Update(clean_share(times[-1]), one, one, greedy=self.final_step == "greedy"))

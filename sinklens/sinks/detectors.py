@@ -159,8 +159,8 @@ class MeanPlusStd(_Checked):
 
     def strength(self, track: TrackData) -> xr.DataArray:
         margin = self._margin(track)
-        soft = (1 + np.tanh(self.slope / 2 * margin.to_numpy())) / 2  # the sigmoid, without overflow
-        return everywhere(margin.copy(data=soft), track)
+        # the sigmoid, without overflow
+        return everywhere(margin.copy(data=(1 + np.tanh(self.slope / 2 * margin.to_numpy())) / 2), track)
 
     def detect(self, track: TrackData) -> xr.DataArray:
         return everywhere(self._margin(track) > 0, track)
@@ -184,8 +184,7 @@ class SinkRate(_Checked):
 
     def strength(self, track: TrackData) -> xr.DataArray:
         alpha = track.scores("visible")
-        rate = (alpha > self.epsilon).mean(("layer", "head"))
-        return everywhere(rate, track).where(alpha.notnull())
+        return everywhere((alpha > self.epsilon).mean(("layer", "head")), track).where(alpha.notnull())
 
     def detect(self, track: TrackData) -> xr.DataArray:
         rate = self.strength(track)

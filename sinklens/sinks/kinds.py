@@ -149,9 +149,8 @@ def kind_codes(
 ) -> Int[np.ndarray, "batch step pos"]:
     """The `Kind` of every place, given that of every token in `known`; MISSING where the token is not in it."""
     answer = np.arange(token_id.shape[2]) >= prompt_length
-    tokens, place = np.unique(token_id, return_inverse=True)
-    codes = np.array([known.get(int(token), Kind.MISSING) for token in tokens], dtype=np.int8)[place]
-    codes = codes.reshape(token_id.shape)
+    ids, place = np.unique(token_id, return_inverse=True)
+    codes = np.array([known.get(int(one), Kind.MISSING) for one in ids], dtype=np.int8)[place].reshape(token_id.shape)
     first = np.arange(token_id.shape[2]) == real.argmax(axis=1)[:, None]
     codes[(codes == Kind.END) & first[:, None] & ~answer] = Kind.START
     ends = (codes == Kind.END) & answer
@@ -162,8 +161,7 @@ def kind_codes(
 
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     """The `PlaceState` of every place, as an integer code: ``states(track) == PlaceState.MASKED``."""
-    codes = state_codes(track.data["masked"].to_numpy(), _existing(track), track.prompt_length)
-    return _coded(codes)
+    return _coded(state_codes(track.data["masked"].to_numpy(), _existing(track), track.prompt_length))
 
 
 def state_codes(
@@ -253,14 +251,12 @@ def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "Data
     Raises:
         TrackError: see `token_kinds`.
     """
-    import pandas
-
     known, vocabulary, existing = token_kinds(track), track.vocabulary, _existing(track)
     tokens, place = np.unique(track.data["token_id"].to_numpy()[existing], return_inverse=True)
     found = track.detect(detector).sum(("layer", "head")).to_numpy()[existing]
     count = np.bincount(place, weights=found, minlength=len(tokens)).astype(np.int64)
     positions = np.bincount(place, minlength=len(tokens))
-    table = pandas.DataFrame(
+    table = DataFrame(
         {
             "token": [vocabulary.get(int(token), "").translate(_READABLE) for token in tokens],
             "id": tokens,

@@ -74,10 +74,10 @@ class Function:
     def test(self) -> str:
         """Code that defines ``check(candidate)``."""
         value = TEMPLATES[self.kind].value
-        lines = []
-        for inputs in _inputs(TEMPLATES[self.kind], self.constants):
-            given = ", ".join(map(repr, inputs))
-            lines.append(f"    assert candidate({given}) == {value(*inputs, *self.constants)!r}")
+        lines = [
+            f"    assert candidate({', '.join(map(repr, inputs))}) == {value(*inputs, *self.constants)!r}"
+            for inputs in _inputs(TEMPLATES[self.kind], self.constants)
+        ]
         return "def check(candidate):\n" + "\n".join(lines) + "\n"
 
 

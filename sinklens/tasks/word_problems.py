@@ -200,8 +200,7 @@ def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:
     require(kind in RANGES, f"in_range has the kinds {', '.join(RANGES)}; got {kind!r}.", TaskError)
     require(1 <= low < high, f"low and high must satisfy 1 <= low < high; got {low} and {high}.", TaskError)
     rng = random.Random(f"{HELD_OUT_SEED} {kind} {low} {high}")
-    problems = (_drawn(rng, kind, low, high) for _ in count())
-    return first_distinct(problems, attrgetter("question"), size)
+    return first_distinct((_drawn(rng, kind, low, high) for _ in count()), attrgetter("question"), size)
 
 
 def training(seed: int, size: int) -> list[Problem]:

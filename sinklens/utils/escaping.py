@@ -64,9 +64,6 @@ def read_csv(file: "Path", needed: Sequence[str] = (), numbers: Sequence[str] = 
     """
     import pandas
 
-    def cell(value: object) -> object:
-        return value[1:] if isinstance(value, str) and value[:1] == "'" and FORMULA.match(value) else value
-
     try:
         found = pandas.read_csv(file, keep_default_na=False, na_values={column: [""] for column in numbers})
     except (OSError, ValueError) as error:  # ValueError: pandas' own errors, and text that is not UTF-8
@@ -75,7 +72,9 @@ def read_csv(file: "Path", needed: Sequence[str] = (), numbers: Sequence[str] = 
     if texts or not set(needed) <= set(found):
         wrong = f"{texts[0]} must hold numbers" if texts else f"it needs the columns {', '.join(needed)}"
         raise CheckpointError(f"{file} is not a table of a study ({wrong}); run the study again.")
-    return found.map(cell)
+    return found.map(
+        lambda value: value[1:] if isinstance(value, str) and value[:1] == "'" and FORMULA.match(value) else value
+    )
 
 
 def in_markdown(text: str) -> str:

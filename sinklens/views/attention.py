@@ -136,8 +136,7 @@ class AttentionView:
 
 def block_size(heads: int, positions: int) -> int:
     """Number of positions to merge into a block so that CircuitsVis gets at most `CELLS` cells."""
-    side = max(1, int((CELLS / heads) ** 0.5))
-    return -(-positions // side)
+    return -(-positions // max(1, int((CELLS / heads) ** 0.5)))
 
 
 def pooled(

@@ -67,8 +67,7 @@ def most_moving_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
 def stillest_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     """Layer and head whose strongest key changes least often from step to step; ties go to the stronger sink."""
     moves, strength = _moves(track, row)
-    best = np.lexsort((-strength.ravel(), moves.ravel()))[0]
-    layer, head = np.unravel_index(best, moves.shape)
+    layer, head = np.unravel_index(np.lexsort((-strength.ravel(), moves.ravel()))[0], moves.shape)
     return int(layer), int(head)
 
 

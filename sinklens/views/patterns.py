@@ -144,11 +144,12 @@ def recorded(run: "Generation") -> Any:
     Raises:
         TrackError: the run recorded no sink scores.
     """
-    if run.sinks is None:
-        raise TrackError(
-            "this run recorded no sink scores (record_sinks=False, or no step ended); run it again with "
-            "record_sinks=True, the default."
-        )
+    require(
+        run.sinks is not None,
+        "this run recorded no sink scores (record_sinks=False, or no step ended); run it again with "
+        "record_sinks=True, the default.",
+        TrackError,
+    )
     return run.sinks
 
 

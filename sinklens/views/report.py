@@ -57,8 +57,7 @@ def report(
         SettingError: the budget is too small for what the page has to hold.
         SinklensError: the file cannot be written.
     """
-    page = build(material(run, row), budget_mb)
-    write_file(out, page)
+    write_file(out, build(material(run, row), budget_mb))
     return Path(out)
 
 

@@ -8,13 +8,14 @@ Limitation: how far a pattern compresses is known only by trying. A very small b
 patterns have been computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
+from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.record import StepLayer
@@ -124,7 +125,7 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
     if material.patterns is None:
         return Patterns(why="This page has no attention patterns: none are available.")
     try:
-        exact = _quantised(material, wanted.places)
+        exact = _quantised(material.patterns, material.track.data.sizes, wanted.places)
     except TrackError as error:
         return Patterns(why=f"This page has no attention patterns: {error}")
     longest = max(pattern.shape[1] for pattern in exact.values())
@@ -142,16 +143,18 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
     )
 
 
-def _quantised(material: Material, places: Sequence[StepLayer]) -> dict[StepLayer, UInt8[np.ndarray, "head query key"]]:
+def _quantised(
+    patterns: Callable[[int, Sequence[int]], Mapping[int, Tensor]],
+    sizes: Mapping[Any, int],
+    places: Sequence[StepLayer],
+) -> dict[StepLayer, UInt8[np.ndarray, "head query key"]]:
     """Attention a as round(255 √a): eight bits that distinguish 1/512 from 2/512, with an error of at most √a / 255."""
-    assert material.patterns is not None
-    sizes = material.track.data.sizes
     together = max(1, AT_ONCE // (4 * sizes["head"] * sizes["pos"] ** 2))
     found = {}
     for step in sorted({step for step, _ in places}):
         layers = [layer for at, layer in places if at == step]
         for start in range(0, len(layers), together):
-            for layer, pattern in material.patterns(step, layers[start : start + together]).items():
+            for layer, pattern in patterns(step, layers[start : start + together]).items():
                 root = pattern.float().clamp(0, 1).sqrt().mul(255).round()
                 found[step, layer] = root.nan_to_num().byte().numpy()
     return found

@@ -213,13 +213,13 @@ def run_data(numbers: Numbers) -> dict[str, Any]:
     are sent by layer (`layer_maps`), because those of all layers of a large model take hundreds of megabytes.
     """
     steps = range(numbers.steps)
-    info = numbers.info(steps) | {
-        "held": list(range(numbers.layers)),
-        "start": numbers.most_moving(range(numbers.layers)),
-        "cells": CELLS,
-    }
     return {
-        "info": info,
+        "info": {
+            **numbers.info(steps),
+            "held": list(range(numbers.layers)),
+            "start": numbers.most_moving(range(numbers.layers)),
+            "cells": CELLS,
+        },
         "chunks": {name: base64.b64encode(content).decode() for name, content in numbers.shared_chunks(steps).items()},
     }
 

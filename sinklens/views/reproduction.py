@@ -23,12 +23,10 @@ def reproduction_pages(shown: Mapping[str, Any]) -> dict[str, str]:
 
     pages, policy = {}, f"default-src 'none'; style-src {hashes([STYLE])}; img-src data:"
     for name, escape in PAGES.items():
-
-        def shown_as(value: Any, escape: Any = escape) -> Any:
-            return escape(value) if type(value) is str else value
-
-        html = name.endswith(".html")
-        environment = Environment(autoescape=html, undefined=StrictUndefined, finalize=shown_as, trim_blocks=True)
+        environment = Environment(
+            autoescape=name.endswith(".html"), undefined=StrictUndefined, trim_blocks=True,
+            finalize=lambda value, escape=escape: escape(value) if type(value) is str else value,
+        )  # fmt: skip
         template = environment.from_string(asset(f"reproduction.{name.rpartition('.')[2]}"))
         pages[name] = template.render(shown, style=STYLE, policy=policy)
     return pages

@@ -43,9 +43,6 @@ def score_exactly(model: Model, pairs: Sequence[PromptAnswer], most: int | None)
     for number, pair in enumerate(pairs):
         prompts.setdefault(pair.prompt, []).append(number)
 
-    def positions(prompt: Ids) -> int:
-        return len(prompt) + sum(len(pairs[number].answer) for number in prompts[prompt])
-
     def work(batch: Sequence[Ids]) -> None:
         numbers = [number for prompt in batch for number in prompts[prompt]]
         source = torch.tensor([row for row, prompt in enumerate(batch) for _ in prompts[prompt]])
@@ -58,7 +55,10 @@ def score_exactly(model: Model, pairs: Sequence[PromptAnswer], most: int | None)
 
     ordered = sorted(prompts, key=len)
     for alone in (True, False):  # a prompt of one token leaves nothing to share
-        most = in_batches([prompt for prompt in ordered if (len(prompt) == 1) is alone], positions, work, most)
+        most = in_batches(
+            [prompt for prompt in ordered if (len(prompt) == 1) is alone],
+            lambda prompt: len(prompt) + sum(len(pairs[number].answer) for number in prompts[prompt]), work, most,
+        )  # fmt: skip
     return [found[number] for number in range(len(pairs))]
 
 
@@ -100,8 +100,7 @@ def _forced(
         steps.append(_scored(logits[:, 0], answers[:, int(hook.step or 0)]))
 
     def force(candidates: Int[Tensor, "batch 1"], hook: Point) -> Tensor:
-        step = int(hook.step or 0)
-        return answers[:, step : step + 1].to(candidates)
+        return answers[:, int(hook.step or 0), None].to(candidates)
 
     generate(
         model, [list(pair.prompt) for pair in pairs], seed=seed, record_sinks=False, progress=False,

@@ -169,10 +169,6 @@ class HookedPass:
     def _context(self, state: State) -> RunContext:
         """The context of the one step; random keys of a row depend on its canvas."""
         rows, tokenizer = zip(state.canvas, state.real, strict=True), self.model.tokenizer
-
-        def texts(tokens: Sequence[int]) -> dict[int, str]:
-            return {token: str(tokenizer.decode([token])) for token in tokens if tokenizer and token >= 0}
-
         return RunContext(
             tree=self.model.tree,
             real=state.real,
@@ -181,7 +177,7 @@ class HookedPass:
             mask_id=state.mask_id,
             seed=self.seed,
             row_keys=tuple(row_key(row[keep].tolist()) for row, keep in rows),
-            vocabulary=texts,
+            vocabulary=lambda ids: {one: str(tokenizer.decode([one])) for one in ids if tokenizer and one >= 0},
             special=self.model.special_tokens,
             controls=self.controls,
         )
