@@ -92,11 +92,10 @@ class DreamSettings(StopAtEnd, DreamRule):
         canvas = state.begin_step()
         masks = (canvas == state.mask_id) & state.real
         where = masks & state.computed()
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, where)
         chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
         ranking = None if self.alg == "origin" or self.alg_temp else confidence
-        state.commit(chosen, drawn.canvas, fill=self.stop_at_eos, best_by=ranking)
+        state.commit(chosen, proposed, fill=self.stop_at_eos, best_by=ranking)
 
     def _chosen(
         self,
@@ -166,14 +165,13 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         decided = slice(block.start, block.start + 1) if number == 0 else block
         masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
         where = masks & state.computed()
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, where)
         threshold = None if number == 0 else self.threshold
         sizes = masks.sum(dim=1)  # a threshold, and the first pass of a block, commit one token at least
         at_times = number > 0 and self.threshold is None
         counts = decisions.dream_schedule(sizes, times, number) if at_times else [1] * len(sizes)
         chosen = decisions.most_confident(confidence, counts, threshold, state.computed())
-        state.commit(chosen, drawn.canvas, best_by=confidence)
+        state.commit(chosen, proposed, best_by=confidence)
 
 
 FAMILIES = (

@@ -111,10 +111,9 @@ class FastDllmV2Settings(Drawn, Blockwise):
     def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
-        drawn = self.draw(state, canvas, where, greedy=_offsets(state) == 0)
-        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, where, greedy=_offsets(state) == 0)
         chosen = decisions.leftmost_best(confidence, counts) | (confidence > self.threshold)
-        state.commit(chosen, drawn.canvas, best_by=confidence)
+        state.commit(chosen, proposed, best_by=confidence)
 
 
 class SubBlockCache(Policy):

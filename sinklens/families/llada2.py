@@ -85,10 +85,9 @@ class Llada2Settings(Drawn, Truncated, Passes, WholeBlocks):
     def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = (canvas == state.mask_id) & block
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, where)
         chosen = decisions.above_or_best(confidence, counts, self.threshold, progress.in_block())
-        state.commit(chosen, drawn.canvas, best_by=confidence)
+        state.commit(chosen, proposed, best_by=confidence)
         if self.eos_early_stop:
             decided_now = block & (state.canvas != canvas)
             progress.end(progress.stops(state.canvas, decided_now) & progress.ended(state.canvas))
@@ -138,15 +137,14 @@ class Llada21Settings(Drawn, Truncated, WholeBlocks):
         canvas, block = state.begin_step(progress.window()), progress.current()
         masked = (canvas == state.mask_id) & block
         progress.count_pass(masked.any(dim=1))
-        drawn = self.draw(state, canvas, block)
-        confidence = state.spread_confidence(block, decisions.probability(drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, block)
         undecided, counts = confidence.masked_fill(~masked, -torch.inf), [self.num_to_transfer] * len(canvas)
         commit = decisions.above_or_best(undecided, counts, self.threshold, progress.in_block())
         state.tied = decisions.chosen_among_equals(undecided, commit)
         commit = state.through("hook_commit", commit)
-        edits = block & ~masked & (drawn.canvas != canvas) & (confidence > self.editing_threshold)
+        edits = block & ~masked & (proposed != canvas) & (confidence > self.editing_threshold)
         edits = state.through("hook_edit", edits)
-        state.end_step(torch.where(commit | edits, drawn.canvas, canvas))
+        state.end_step(torch.where(commit | edits, proposed, canvas))
         progress.settle(~masked.any(dim=1) & (state.canvas == canvas).all(dim=1))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, Family
 from sinklens.sampling import decisions
-from sinklens.sampling.parts import DreamRule, Proposals
+from sinklens.sampling.parts import DreamRule
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
 
@@ -71,38 +71,38 @@ class OpenDcoderSettings(DreamRule):
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, self.cast(state, self._confidence(drawn)))
+        proposed, confidence = self.draw(state, canvas, where)
         counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
         if self.alg_temp:
             chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
         else:
             chosen = decisions.most_confident(confidence, counts, None, state.computed())
-        state.commit(chosen, drawn.canvas, best_by=None if self.alg_temp else confidence)
+        state.commit(chosen, proposed, best_by=None if self.alg_temp else confidence)
 
     def _plan(self, state: State, variable: Bool[Tensor, "batch pos"], kept: float) -> None:
         """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
         canvas = state.begin_step()
         where = variable | ((canvas == state.mask_id) & state.real)  # a hook may have masked a prompt token
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        proposed, confidence = self.draw(state, canvas, where)
         counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
         doubt = torch.where(where, -confidence, -torch.inf)
         least = decisions.leftmost_best(doubt, counts)
         state.tied = decisions.chosen_among_equals(doubt, least)
         commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
-        state.end_step(torch.where(commit, drawn.canvas, canvas).masked_fill(least & ~commit, state.mask_id))
+        state.end_step(torch.where(commit, proposed, canvas).masked_fill(least & ~commit, state.mask_id))
 
     def softmax(self, logits: Float[Tensor, "masked vocab"]) -> Float[Tensor, "masked vocab"]:
         """The distribution of `cast` logits, at least in float32, as in the published code."""
         return logits.softmax(dim=-1, dtype=self.dtype or torch.float32)
 
-    def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
+    def confidence(self, state: State, logits: Tensor, probs: Tensor, candidates: Tensor) -> Float[Tensor, " masked"]:
+        """The confidence by `alg`, and for path planning the probability at full precision."""
         if self.alg == "topk_margin":
-            return decisions.margin(drawn.probs)
+            return self.cast(state, decisions.margin(probs))
         if self.alg == "entropy":
-            return decisions.floored_negative_entropy(drawn.probs)
-        return decisions.probability(drawn.probs, drawn.candidates)
+            return self.cast(state, decisions.floored_negative_entropy(probs))
+        found = decisions.probability(probs, candidates)
+        return found if self.alg == "p2" else self.cast(state, found)
 
 
 FAMILIES = (

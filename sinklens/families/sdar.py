@@ -23,7 +23,7 @@ from sinklens.errors import require
 from sinklens.families.base import QWEN_REQUIRED, THETA, VERIFIED, VERIFIED_WITH_ROUTING, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
-from sinklens.sampling.parts import Drawn, Proposals, Truncated
+from sinklens.sampling.parts import Drawn, Truncated
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Positive, Share
 
@@ -67,17 +67,17 @@ class SdarSettings(Drawn, Truncated, Passes, WholeBlocks):
     def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = (canvas == state.mask_id) & block
-        drawn = self.draw(state, canvas, where)
-        confidence = state.spread_confidence(where, self._confidence(drawn))
+        proposed, confidence = self.draw(state, canvas, where)
         ranking = None if self.remasking_strategy == "sequential" else confidence
-        state.commit(self._chosen(where, confidence, counts, progress.in_block()), drawn.canvas, best_by=ranking)
+        state.commit(self._chosen(where, confidence, counts, progress.in_block()), proposed, best_by=ranking)
 
-    def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
+    def confidence(self, state: State, logits: Tensor, probs: Tensor, candidates: Tensor) -> Float[Tensor, " masked"]:
+        """The confidence by `remasking_strategy` and `confidence_of`."""
         if self.remasking_strategy == "entropy_bounded":
-            return decisions.clamped_negative_entropy(drawn.probs)
+            return decisions.clamped_negative_entropy(probs)
         if self.confidence_of == "model":
-            return self.probability(drawn.logits, drawn.candidates)
-        return decisions.probability(drawn.probs, drawn.candidates)
+            return self.probability(logits, candidates)
+        return decisions.probability(probs, candidates)
 
     def _chosen(
         self,

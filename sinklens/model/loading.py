@@ -165,7 +165,6 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
 
     folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
-    revision = files.commit_of(folder) or request.revision
     family, blocks = identify(raw, str(folder), request.family, request.block_length)
     raw = _with_mask(raw, request.mask_token_id, family, str(folder))
     weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
@@ -174,20 +173,10 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     config = translate(raw | padded, family, str(folder))
     packed = quantization.published(raw, family, str(folder))
     try:
-        layers = config.get_text_config().num_hidden_layers
-        require(
-            layers <= len(weights.shapes),
-            f"{folder}: the files hold {len(weights.shapes)} weights, too few for {layers} layers.",
-            CheckpointError,
-        )
-        empty = build_empty(config, family.model_class)
-        expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
-        tied = dict(empty.all_tied_weights_keys)
-        if packed is None:
-            stored = {name: joined_shape(places) for name, places in stored_places(expected, family.fused).items()}
-            files.check_weights(weights, stored, set(tied), str(folder))
+        empty = _fitting(config, family, weights, packed, str(folder))
     except CheckpointError as error:
         raise CheckpointError(f"{error} {shape_of(raw, family)}") from error
+    tied = dict(empty.all_tied_weights_keys)
     place = _adapter_folder(folder, request.adapter)
     lora = None if place is None else read_lora(place, family, weights, empty)
     adapter = read_adapter(folder, family, weights, empty)
@@ -217,8 +206,31 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     _tie(hf, tied, weights, str(folder))
     if lora is not None and place is not None:
         merge(hf, lora, tied, place)
+    revision = files.commit_of(folder) or request.revision
     checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
     return replace(checkpoint, adapter=adapter)
+
+
+def _fitting(
+    config: "PreTrainedConfig", family: Family, weights: files.Weights, packed: Any, where: str
+) -> "PreTrainedModel":
+    """The model without its weights.
+
+    Raises:
+        CheckpointError: the files hold other weights than it has.
+    """
+    layers = config.get_text_config().num_hidden_layers
+    require(
+        layers <= len(weights.shapes),
+        f"{where}: the files hold {len(weights.shapes)} weights, too few for {layers} layers.",
+        CheckpointError,
+    )
+    empty = build_empty(config, family.model_class)
+    if packed is None:
+        expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+        stored = {name: joined_shape(places) for name, places in stored_places(expected, family.fused).items()}
+        files.check_weights(weights, stored, set(empty.all_tied_weights_keys), where)
+    return empty
 
 
 def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
@@ -250,10 +262,11 @@ def outline(
     family, blocks = identify(raw, str(folder), request.family, request.block_length)
     config = translate(raw, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
-    empty = build_empty(config, family.model_class, device, dtype)
-    defaults = _sampler_defaults(folder, family)
-    revision = files.commit_of(folder) or request.revision
-    return prepare(empty, found, family, raw, str(name_or_path), revision, defaults, blocks)
+    empty, revision = (
+        build_empty(config, family.model_class, device, dtype),
+        files.commit_of(folder) or request.revision,
+    )
+    return prepare(empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(folder, family), blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:

@@ -2,12 +2,12 @@
 
 A part is a base class of samplers. It declares its settings once, and holds what a step does with them.
 
-Pitfall: `Proposals.canvas` keeps its own tokens where nothing is proposed; only `where` says which are proposals.
+Pitfall: a canvas of proposals keeps its own tokens where nothing is proposed; only `where` says which are proposals.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Gt, Le, Lt
@@ -169,22 +169,6 @@ class Guided(ByConfidence):
         return self.probability(self.cast(state, logits), candidates)
 
 
-class Proposals(NamedTuple):
-    """The proposals of a step, at the positions ``masked`` of its canvas.
-
-    Attributes:
-        logits: before temperature and truncation.
-        probs: the distribution that the tokens were drawn from, in the sampler's `confidence_dtype`.
-        candidates: the tokens.
-        canvas: the step's canvas with the tokens.
-    """
-
-    logits: Float[Tensor, "masked vocab"]
-    probs: Float[Tensor, "masked vocab"]
-    candidates: Int[Tensor, " masked"]
-    canvas: Int[Tensor, "batch pos"]
-
-
 @dataclass(frozen=True)
 class Nucleus(Sampler):
     """Tokens drawn from the nucleus of a distribution.
@@ -250,10 +234,11 @@ class Drawn(Nucleus, ByConfidence):
         canvas: Int[Tensor, "batch pos"],
         where: Bool[Tensor, "batch pos"],
         greedy: Bool[Tensor, "batch pos"] | None = None,
-    ) -> Proposals:
-        """Draw a token at every True of `where`; at temperature 0 the most likely one.
+    ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
+        """The canvas with a token drawn at every True of `where`, and the confidence of each; see `confidence`.
 
-        It passes ``denoise.hook_logits``, then ``denoise.hook_candidates``.
+        At temperature 0 the tokens are the most likely ones. On the way are ``denoise.hook_logits``,
+        ``denoise.hook_candidates`` and ``denoise.hook_confidence``.
 
         Args:
             greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
@@ -267,7 +252,23 @@ class Drawn(Nucleus, ByConfidence):
             probs[best] = self.softmax(logits[best])
             drawn[best] = logits[best].argmax(dim=-1)
         proposed, candidates = state.propose(where, drawn, canvas)
-        return Proposals(logits, probs, candidates, proposed)
+        return proposed, state.spread_confidence(where, self.confidence(state, logits, probs, candidates))
+
+    def confidence(
+        self,
+        state: State,
+        logits: Float[Tensor, "masked vocab"],
+        probs: Float[Tensor, "masked vocab"],
+        candidates: Int[Tensor, " masked"],
+    ) -> Float[Tensor, " masked"]:
+        """The confidence of drawn tokens: by default their probability.
+
+        Args:
+            logits: before temperature and truncation.
+            probs: the distribution that the tokens were drawn from, in `confidence_dtype`.
+            candidates: the tokens.
+        """
+        return decisions.probability(probs, candidates)
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,10 @@ class DreamRule(Drawn, Truncated, Steps):
 
     def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
         decisions.dream_confidence(self.alg, *self._rehearsed(logits))
+
+    def confidence(self, state: State, logits: Tensor, probs: Tensor, candidates: Tensor) -> Float[Tensor, " masked"]:
+        """The confidence by `alg`."""
+        return decisions.dream_confidence(self.alg, probs, candidates)
 
     def times(self, steps: int) -> Float[Tensor, " time"]:
         """`steps` + 1 times from 1 down to `eps`, in float32 as in the reference."""
