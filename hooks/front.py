@@ -84,8 +84,7 @@ class HookFront(HookedRootModule):
         including_permanent: bool = True,
     ) -> dict[str, list[LensHandle]]:
         """The hooks that are set, by point; points without hooks are omitted."""
-        chosen = None if name_filter is None else self.select(name_filter)
-        return super().list_hooks(chosen, dir, including_permanent)
+        return super().list_hooks(None if name_filter is None else self.select(name_filter), dir, including_permanent)
 
     @contextmanager
     def hooks(

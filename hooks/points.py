@@ -235,8 +235,7 @@ class Point(HookPoint):
 
     def _given(self, key: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function that was passed to `add_hook`, where TransformerLens registered `function` in its place."""
-        found = (handle.user_hook for handle in self.fwd_hooks if handle.hook.id == key)
-        return next(found, None) or function
+        return next((handle.user_hook for handle in self.fwd_hooks if handle.hook.id == key), None) or function
 
 
 class Tap:

@@ -137,14 +137,13 @@ def evaluate(
             if dry_run:
                 print_plan(planned, name, chosen, conditions, shared)
                 continue
-            report = partial(_report, count, name)
             measure(
                 name,
                 chosen,
                 conditions,
                 out,
                 engine=workers,
-                progress=report,
+                progress=partial(_report, count, name),
                 **shared,
             )
     if dry_run:

@@ -78,8 +78,7 @@ def lab(
     listener = bound(port)
     from sinklens.live.loading import lab_models
 
-    models = lab_models([model, *compare], **loading or {})
-    opened_lab = Lab(models, keep=keep, listener=listener, framed=False)
+    opened_lab = Lab(lab_models([model, *compare], **loading or {}), keep=keep, listener=listener, framed=False)
     with private_page(opened_lab) as file:
 
         def opened() -> None:

@@ -22,8 +22,7 @@ class SinkSums:
         score = seen.scores()
         if seen.causal:  # until each row's end
             score = score.where(seen.running)
-        found = seen.detect() & score.notnull()
-        self._sinks = self._sinks + found.sum(("step", *HEADS, "pos")).to_numpy()
+        self._sinks = self._sinks + (seen.detect() & score.notnull()).sum(("step", *HEADS, "pos")).to_numpy()
         self._heads = self._heads + score.notnull().any("pos").sum(("step", *HEADS)).to_numpy()
 
     def per_head(self) -> np.ndarray:

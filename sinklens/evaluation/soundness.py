@@ -220,8 +220,7 @@ def changes(model: "Model") -> Iterator[Change]:
             for what, values in found.items():
                 places.setdefault(what, {})[layer] = values
             every = [value for own in modules.values() for value in own.values()]
-            left_out = [(value, "data", torch.zeros_like(value)) for value in every]
-            yield Change(f"{stack}.{layer}: left out", left_out)
+            yield Change(f"{stack}.{layer}: left out", [(value, "data", torch.zeros_like(value)) for value in every])
         for what, at in places.items():
             yield from (Change(f"{stack}.{layer}: {what}", values) for layer, values in at.items() if values)
             if values := [one for values in at.values() for one in values]:

@@ -151,10 +151,9 @@ def _rows(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[di
     for one in members:
         control = _control_of(one, members)
         treated = one.condition["hooks"] and not one.control_of and one.condition["pick"] not in CONTROLS
-        absent = "no control" if treated else ""
         rows.append({
             **_row(name, one), **_compared("unmasked", base, one, "no unmasked run", mixed_devices),
-            **_compared("random", control, one, absent, mixed_devices),
+            **_compared("random", control, one, "no control" if treated else "", mixed_devices),
             **_compared("same_mass", _masked_alike(one, members, "same_mass"), one, "", mixed_devices),
             "control": "" if control is None else str(control.condition["name"]),
             "speed": math.nan if base is None or one is base else _speed(base, one),

@@ -364,8 +364,7 @@ def edge_scores(
     for case in cases:
         back = case.pair._replace(clean=case.pair.corrupted, corrupted=case.pair.clean)
         found.append(-edge_effects(back, case.metric, ig_steps, by_position)["effect"])
-    coords = {"step": [case.step for case in cases]}
-    return xr.concat(found, dim="step").assign_coords(coords).reset_coords(drop=True)
+    return xr.concat(found, dim="step").assign_coords({"step": [case.step for case in cases]}).reset_coords(drop=True)
 
 
 class CircuitValue(NamedTuple):

@@ -97,8 +97,7 @@ def edge_effects(pair: Pair, metric: LogitMetric, ig_steps: int, by_position: bo
                 slopes[receiver.name] = slopes.get(receiver.name, 0.0) + slope / max(1, ig_steps)
         rows, axes = [], (0, 2) if by_position else (0, 1, 2)
         for sender in senders:
-            change = wide(clean[sender.point]) - wide(corrupted[sender.point])
-            written = sender.written(change, model, corrupted)
+            written = sender.written(wide(clean[sender.point]) - wide(corrupted[sender.point]), model, corrupted)
             missing = torch.full_like(written.sum(dim=axes), torch.nan)
             effects = [
                 (written * slopes[one.name]).sum(dim=axes) if sender.depth < one.depth else missing for one in receivers

@@ -44,8 +44,7 @@ def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> d
     given: Any = parts
     lists = all(isinstance(part, Sequence) and not isinstance(part, str) for part in given)
     several = bool(given) and lists and any(not isinstance(entry, int) for part in given for entry in part)
-    texts = given if several else [given]
-    rows = [_row(model, row) for row in texts]
+    rows = [_row(model, row) for row in (given if several else [given])]
     sizes = {(len(row.answer), len(row.after)) for row in rows}
     require(
         len(sizes) <= 1,

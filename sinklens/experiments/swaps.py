@@ -143,8 +143,7 @@ def column_sums(
     with model.tree.hooks(fwd_hooks=[(name, keep) for name in names]):
         for begin in range(0, len(canvases), CHUNK):
             some, members = canvases[begin : begin + CHUNK], later[begin : begin + CHUNK]
-            level = None if time is None else time.expand(len(some))
-            model.tree.hidden(some.to(model.cfg.device), time=level)
+            model.tree.hidden(some.to(model.cfg.device), time=None if time is None else time.expand(len(some)))
             parts.append(np.stack([kept[name].numpy() for name in names], axis=2))
     return np.concatenate(parts)
 

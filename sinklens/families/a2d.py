@@ -73,8 +73,7 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
     def step(self, state: State, progress: BlockProgress) -> None:
         canvas, counts = state.begin_step(progress.window()), progress.take_counts()
         where = (canvas == state.mask_id) & progress.current()
-        logits = state.logits(canvas, where, self.cfg_scale)
-        proposed, confidence = self.propose(state, canvas, where, logits)
+        proposed, confidence = self.propose(state, canvas, where, state.logits(canvas, where, self.cfg_scale))
         chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
         state.commit(chosen, proposed, best_by=confidence)
 
@@ -110,8 +109,7 @@ class Bd3lmCardSettings(Guided, Passes):
         with ruled_by(state.tree.hf.config, rule):  # a hook on the canvas may run another pass
             canvas = state.begin_step(progress.window())
             where = (canvas == state.mask_id) & block
-            given = ~block & (canvas != state.mask_id)
-            logits = state.logits(canvas, where, self.cfg_scale, given=given)
+            logits = state.logits(canvas, where, self.cfg_scale, given=~block & (canvas != state.mask_id))
         proposed, confidence = self.propose(state, canvas, where, logits)
         chosen = decisions.most_confident(confidence, counts, None, progress.in_block())
         state.commit(chosen, proposed, best_by=confidence)

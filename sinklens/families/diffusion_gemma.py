@@ -160,8 +160,7 @@ class _OpenCanvas:
         left = torch.where(accepted, sampled, noise)
         self._finish(logits, entropy)
         self.over = self._is_last(step)
-        undecided = self._undecided(~accepted, waiting)
-        self._leave(text, torch.where(waiting[:, None], canvas, left), undecided, ended)
+        self._leave(text, torch.where(waiting[:, None], canvas, left), self._undecided(~accepted, waiting), ended)
 
     def _is_last(self, step: int) -> bool:
         """Whether step `step` is the last one of the canvas; a replay decides it by what it did next."""
@@ -220,8 +219,7 @@ def _padded(
     if settings.pad_token_id is None:
         return tokens
     ends = decisions.among(tokens, state.eos_ids).long()
-    after = (ends.cumsum(dim=1) - ends > 0) | ended[:, None]
-    return tokens.masked_fill(after, settings.pad_token_id)
+    return tokens.masked_fill((ends.cumsum(dim=1) - ends > 0) | ended[:, None], settings.pad_token_id)
 
 
 _SIZES = (

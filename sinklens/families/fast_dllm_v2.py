@@ -135,8 +135,7 @@ class SubBlockCache(Policy):
         complete = (in_block & new | sub_block & masked & (self._offsets % size == 0)).any(dim=1, keepdim=True)
         fresh = torch.where(starts, progress.in_block(-1) | first, torch.where(complete, in_block, sub_block))
         gone = progress.after() | (starts & in_block & ~first)
-        plan = torch.where(fresh, int(Keys.FRESH), int(Keys.STALE))
-        return torch.where(gone, int(Keys.GONE), plan)[:, None]
+        return torch.where(gone, int(Keys.GONE), torch.where(fresh, int(Keys.FRESH), int(Keys.STALE)))[:, None]
 
 
 def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:

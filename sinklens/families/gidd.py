@@ -94,8 +94,7 @@ class GiddSettings(Steps):
         probs = decisions.token_probabilities(state.logits(canvas, where), state.mask_id)
         weights = reverse(probs, canvas[where], mixture(state, time), mixture(state, until))
         if self.min_p > 0:
-            lowest = weights.amax(dim=-1, keepdim=True).clamp(max=self.min_p)
-            weights = weights.masked_fill(weights < lowest, 0.0)
+            weights = weights.masked_fill(weights < weights.amax(dim=-1, keepdim=True).clamp(max=self.min_p), 0.0)
         uniform = state.uniform(where, 1, weights.dtype)[:, 0]
         proposed = state.propose_drawn(where, decisions.categorical_candidates(weights, uniform), canvas, lambda: probs)
         state.commit(where, proposed)
@@ -151,8 +150,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         confidence = state.spread_confidence(where, decisions.probability(probs, drawn).double())
         differs = where & (proposed != canvas)
         rivals = confidence.masked_fill(~differs, -torch.inf)
-        best = rivals.argmax(dim=1, keepdim=True)
-        chosen = differs & torch.zeros_like(differs).scatter(1, best, True)
+        chosen = differs & torch.zeros_like(differs).scatter(1, rivals.argmax(dim=1, keepdim=True), True)
         likely = canvas.masked_scatter(where, decisions.token_probabilities(logits, state.mask_id).argmax(dim=-1))
         state.tied = decisions.chosen_among_equals(rivals, chosen)
         state.commit(chosen & self._kept(rows, torch.where(chosen, proposed, canvas), likely, where, chosen), proposed)

@@ -172,10 +172,9 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
 
 def llada(config: dict[str, Any]) -> dict[str, Any]:
     """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
-    settings = {new: config[old] for old, new in CONFIG.items() if old in config}
     return {
         **kept(config),
-        **settings,
+        **{new: config[old] for old, new in CONFIG.items() if old in config},
         "intermediate_size": config.get("mlp_hidden_size") or config["mlp_ratio"] * config["d_model"],
         "num_key_value_heads": config.get("n_kv_heads") or config["n_heads"],
         "hidden_act": "silu",

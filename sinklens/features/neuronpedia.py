@@ -101,11 +101,10 @@ def _feature(model: "Model", one: FeatureSummary, logits: np.ndarray) -> dict[st
         heights, edges = np.histogram(values, BINS) if len(values) else (np.array([]), np.zeros(1))
         found[f"{name}_hist_data_bar_heights"] = heights.tolist()
         found[f"{name}_hist_data_bar_values"] = ((edges[1:] + edges[:-1]) / 2).tolist()
-    largest = one.examples[0].value if one.examples else 0.0
     found["activations"] = [
         {
             "bin_min": -1.0,  # with bin_contains = -1: the top activations
-            "bin_max": largest,
+            "bin_max": one.examples[0].value if one.examples else 0.0,
             "bin_contains": -1.0,
             "tokens": model.to_str_tokens(example.tokens),
             "values": np.nan_to_num(example.values).tolist(),

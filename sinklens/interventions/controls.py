@@ -33,8 +33,7 @@ ChosenKeys = Bool[Tensor, "*batch head key"]
 
 def rest_of(scores: KeyScores, found: ChosenKeys, allowed: Bool[Tensor, "*#batch #head key"]) -> ChosenKeys:
     """Allowed keys that are neither in `found` nor stronger than the weakest key there."""
-    least = scores.masked_fill(~found, torch.inf).amin(dim=-1, keepdim=True)
-    return allowed & ~found & (scores <= least)
+    return allowed & ~found & (scores <= scores.masked_fill(~found, torch.inf).amin(dim=-1, keepdim=True))
 
 
 def largest(

@@ -136,8 +136,7 @@ class _Patch:
     def __init__(self, what: PatchHooks, points: Sequence[str], model: "Model", run: RunContext) -> None:
         self._what, self._run, self._steps = what, run, _steps_of(what, points, run)
         self._limited = what.positions is not None or what.where is not None
-        by_query = any(map(_of_queries, points))
-        self.places = Places(what, model, run, points, of="queries" if by_query else None)
+        self.places = Places(what, model, run, points, of="queries" if any(map(_of_queries, points)) else None)
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
         outside = [name for name in points if name.startswith("denoise.") and name != CANVAS]
         if outside and self._limited and model.tree.architecture.encoder:

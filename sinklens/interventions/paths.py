@@ -289,8 +289,7 @@ class PathPatch(AtPositions):
         return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        labels = dict.fromkeys(as_tuple(self.sender))
-        senders = sorted(named(senders_of(model), labels), key=lambda one: one.depth)
+        senders = sorted(named(senders_of(model), dict.fromkeys(as_tuple(self.sender))), key=lambda one: one.depth)
         receivers = named(receivers_of(model), as_tuple(self.receiver))
         refuse_indirect(model, "PathPatch")
         for sender in senders:

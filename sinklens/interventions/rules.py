@@ -565,8 +565,7 @@ class Where(Rule):
             number = torch.full((len(scores), 1, 1, 1), self.top_k or 0, device=scores.device)
             found = controls.largest(scores, allowed, number) & attends
         else:
-            known = scores.masked_fill(~there, torch.nan)
-            found = detected(self.detector, known, seen, run, canvas) & allowed
+            found = detected(self.detector, scores.masked_fill(~there, torch.nan), seen, run, canvas) & allowed
         if self.pick == "strongest":
             return found
         taken = self._control(scores, found, allowed, there, run, canvas, step, list(seen.scores), heads)
@@ -597,8 +596,7 @@ class Where(Rule):
             free[:, :, among] = allowed.expand_as(found)[:, :, among]
             return controls.same_mass(order, scores, found & free, free, there)
         if self.pick == "same_kind":
-            kinds = kinds_now(run, canvas, "pick='same_kind'")
-            return controls.same_kind(order, found, rest, kinds[:, None, None])
+            return controls.same_kind(order, found, rest, kinds_now(run, canvas, "pick='same_kind'")[:, None, None])
         return controls.largest(order, rest if self.pick == "random" else allowed, number)
 
 

@@ -168,8 +168,7 @@ def detected(
     Raises:
         SettingError: the detector needs more than scores, and there is no recorded track.
     """
-    values = scores.float()[:, None].cpu().numpy()
-    track = _track_of(values, run, canvas) if seen.track is None else seen.track
+    track = _track_of(scores.float()[:, None].cpu().numpy(), run, canvas) if seen.track is None else seen.track
     try:
         found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
     except TrackError as error:
@@ -232,5 +231,4 @@ def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str
     """Positions whose state or token kind is among `names`, which may begin with "not "."""
     states = states_now(run, canvas).cpu().numpy()
     codes = kinds_now(run, canvas, reason).cpu().numpy() if needs_text(names) else None
-    keep = in_only(names, states, codes) & (states != int(PlaceState.MISSING))
-    return torch.from_numpy(keep).to(canvas.ids.device)
+    return torch.from_numpy(in_only(names, states, codes) & (states != int(PlaceState.MISSING))).to(canvas.ids.device)

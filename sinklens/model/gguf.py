@@ -188,8 +188,7 @@ def _weights(tensors: dict[str, np.ndarray], family: Family, config: dict[str, A
             raise ValueError(f"the tensor {stored!r:.80} has no place in the model")
         layer, name, role = parts.groups()
         if family.architecture == "llama" and name in heads:
-            pairs = values.reshape(heads[name], -1, 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
+            values = values.reshape(heads[name], -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         prefix = "" if layer is None else f"{BLOCKS[column]}.{layer}."
         weights[f"{prefix}{NAMES[name][column]}.{role}"] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
     return weights

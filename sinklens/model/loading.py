@@ -207,8 +207,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     if lora is not None and place is not None:
         merge(hf, lora, tied, place)
     revision = files.commit_of(folder) or request.revision
-    checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
-    return replace(checkpoint, adapter=adapter)
+    return replace(prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks), adapter=adapter)
 
 
 def _fitting(

@@ -89,8 +89,7 @@ class BlockProgress:
 
     def _finished(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         masked = ((canvas == self._mask) & self.current()).any(dim=1)
-        planned = torch.tensor([bool(plan) for plan in self._plans], device=masked.device)
-        return self._running & ~(masked & planned)
+        return self._running & ~(masked & torch.tensor([bool(plan) for plan in self._plans], device=masked.device))
 
     def current(self) -> Bool[Tensor, "batch pos"]:
         """The answer positions of each row's current block; none in rows that have ended."""
@@ -111,8 +110,7 @@ class BlockProgress:
 
     def take_counts(self) -> list[int]:
         """How many positions this pass decides in each row; 0 in rows that have ended. Counts the pass."""
-        running = self._running.tolist()
-        return [plan.pop(0) if here else 0 for plan, here in zip(self._plans, running, strict=True)]
+        return [plan.pop(0) if here else 0 for plan, here in zip(self._plans, self._running.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -222,5 +220,4 @@ class Passes(BlocksOfRows):
 
     def even_shares(self, positions: int) -> list[int]:
         """How many of a block's masked positions each pass decides."""
-        shares = decisions.even_schedule(torch.tensor([positions]), self.denoising_steps)
-        return [count for (count,) in shares]
+        return [count for (count,) in decisions.even_schedule(torch.tensor([positions]), self.denoising_steps)]

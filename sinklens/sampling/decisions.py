@@ -62,10 +62,9 @@ class RowNoise:
         self, where: Bool[Tensor, "batch pos"], *trailing: int, dtype: torch.dtype
     ) -> Float[Tensor, "masked *t"]:
         """U[0, 1) for every True in `where`, row by row; `trailing` sizes become the last dimensions."""
-        counts = where.sum(dim=1).tolist()
         parts = [
             torch.rand(count, *trailing, generator=generator, dtype=dtype)
-            for count, generator in zip(counts, self.generators, strict=True)
+            for count, generator in zip(where.sum(dim=1).tolist(), self.generators, strict=True)
         ]
         return torch.cat(parts).to(where.device)
 
@@ -274,8 +273,7 @@ def leftmost_best(confidence: Float[Tensor, "batch pos"], counts: Sequence[int])
     This is how published samplers choose that call `torch.argmax` or `torch.argsort` on a CPU.
     """
     order = confidence.argsort(dim=1, descending=True, stable=True)
-    ranks = torch.arange(order.shape[1], device=order.device)
-    best = ranks < torch.tensor(counts, device=order.device)[:, None]
+    best = torch.arange(order.shape[1], device=order.device) < torch.tensor(counts, device=order.device)[:, None]
     return torch.zeros_like(best).scatter(1, order, best) & (confidence > -torch.inf)
 
 

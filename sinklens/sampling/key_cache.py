@@ -277,8 +277,7 @@ class PolicyCache(KeyCache):
 
     def _add_predecessors(self, undecided: Bool[Tensor, "batch pos"], decidable: Bool[Tensor, "batch pos"]) -> None:
         """Compute the position before each undecided one that is computed; only with it can a position be decided."""
-        ahead = (self.computed & undecided)[:, 1:]
-        self.fresh[:, :, :-1] |= (ahead & self._real[:, :-1])[:, None]
+        self.fresh[:, :, :-1] |= ((self.computed & undecided)[:, 1:] & self._real[:, :-1])[:, None]
         self.gone = self.gone & ~self.fresh
         decidable[:, 1:] &= self.computed[:, :-1] | ~self._real[:, :-1]
 

@@ -166,8 +166,7 @@ class KeepSinks(Policy):
         if self.others == "stale" or bool(history.complete.any()):
             found = self._sinks(history) ^ self.negated
             chosen = found if self.others == "stale" else torch.where(history.complete[:, :, None], found, chosen)
-        plan = torch.where(chosen, int(favored), int(rest))
-        return torch.where(history.in_block, int(Keys.FRESH), plan)
+        return torch.where(history.in_block, int(Keys.FRESH), torch.where(chosen, int(favored), int(rest)))
 
     def _sinks(self, history: History) -> Bool[Tensor, "batch layer pos"]:
         track = _track(history)

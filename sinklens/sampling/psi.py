@@ -248,5 +248,4 @@ def _kappas(name: str, mode: str, times: Float[Tensor, " time"]) -> Float[Tensor
         share = torch.minimum(share, (1 - alpha_s) / alpha_t)
     if kind == "max-rescale":
         share = share * eta
-    kappas = (1 - share / (1 - alpha_s)).clamp(0, 1)
-    return torch.cat([kappas, torch.ones_like(times[:1])])
+    return torch.cat([(1 - share / (1 - alpha_s)).clamp(0, 1), torch.ones_like(times[:1])])

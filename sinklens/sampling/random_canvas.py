@@ -70,8 +70,7 @@ class RandomCanvas(Sampler):
     def begun(self, state: State, start: int) -> Int[Tensor, "batch pos"]:
         """The text with the first tokens of the canvas at `start`: drawn, or those of a replay or ``start_canvas``."""
         canvas, place = state.canvas.clone(), slice(start, start + self.positions_per_block)
-        everywhere = torch.ones_like(canvas[:, place], dtype=torch.bool)
-        drawn = random_tokens(state, everywhere).view_as(canvas[:, place])
+        drawn = random_tokens(state, torch.ones_like(canvas[:, place], dtype=torch.bool)).view_as(canvas[:, place])
         if self.start_canvas is not None and start == state.prompt_length:
             drawn = torch.tensor(self.start_canvas, device=canvas.device).expand_as(drawn)
         replay = state.replay

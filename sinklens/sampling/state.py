@@ -244,8 +244,7 @@ class State:
         """The stop tokens in the answer that no masked position precedes; `canvas` may lack the last columns."""
         columns = torch.arange(canvas.shape[1], device=canvas.device)
         answer = self.real[:, : canvas.shape[1]] & (columns >= self.prompt_length)
-        masked = ((canvas == self.mask_id) & answer).cumsum(dim=1) > 0
-        return among(canvas, stop_ids) & answer & ~masked
+        return among(canvas, stop_ids) & answer & (((canvas == self.mask_id) & answer).cumsum(dim=1) == 0)
 
     def require_end_tokens(self) -> None:
         """Refuse ``stop_at_eos`` of a model without end tokens.
@@ -295,8 +294,7 @@ class State:
         if cfg_scale > 0:
             if given is None:
                 given = (torch.arange(canvas.shape[1], device=canvas.device) < self.prompt_length).expand_as(canvas)
-            unconditional = canvas.masked_fill(given, self.mask_id)
-            rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
+            rows, real = torch.cat([canvas, canvas.masked_fill(given, self.mask_id)]), torch.cat([real, real])
         if self.keys is not None:
             hidden, where = self._partial(self.keys, rows, real, where)
         else:
@@ -434,8 +432,7 @@ class State:
 
 
 def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
-    everywhere = torch.full(where.shape, -torch.inf, dtype=values.dtype, device=where.device)
-    return everywhere.masked_scatter_(where, values)
+    return torch.full(where.shape, -torch.inf, dtype=values.dtype, device=where.device).masked_scatter_(where, values)
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

@@ -176,8 +176,7 @@ class TrackData:
         alone, the row would not have these steps. A row of a diffusion run that waits looks like any other here, and
         without end-token ids (`special`), rows never end.
         """
-        token = self.data["token_id"]
-        ended = token.isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
+        ended = self.data["token_id"].isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
         return ~ended if self.causal else xr.ones_like(ended)
 
     @property
@@ -282,8 +281,7 @@ class TrackData:
         order = np.argsort(-values, axis=-1, kind="stable")[..., :k]
         exists = np.take_along_axis(values, order, axis=-1) > -np.inf
         order = np.where(exists & (values.max(axis=-1, keepdims=True) > 0), order, -1)
-        coords = {axis: self.data[axis] for axis in AXES[:-1]}
-        return xr.DataArray(order, coords=coords, dims=(*AXES[:-1], "rank"))
+        return xr.DataArray(order, coords={axis: self.data[axis] for axis in AXES[:-1]}, dims=(*AXES[:-1], "rank"))
 
     def trajectory(self, layer: int, head: int, row: int = 0) -> Int[np.ndarray, " step"]:
         """Position of the strongest key at each step of a row; -1 where the head's pattern is all zero.

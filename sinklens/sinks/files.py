@@ -208,8 +208,7 @@ def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
 
 
 def _shared_attrs(parts: Sequence[xr.Dataset], length: int) -> dict[str, object]:
-    texts = (json.loads(part.attrs.get("vocabulary", "{}")).items() for part in parts)
-    vocabulary = dict(chain.from_iterable(texts))
+    vocabulary = dict(chain.from_iterable(json.loads(part.attrs.get("vocabulary", "{}")).items() for part in parts))
     seeds = {int(seed) for part in parts for seed in np.ravel(part.attrs.get("seed", []))}
     answer = parts[0].sizes["pos"] - int(parts[0].attrs["prompt_length"])
     shared = parts[0].attrs | {"prompt_length": length - answer, "vocabulary": json.dumps(vocabulary)}

@@ -135,8 +135,7 @@ def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
         TrackError: see `token_kinds`.
     """
     token_id, masked = track.data["token_id"].to_numpy(), track.data["masked"].to_numpy()
-    real = track.data["is_real"].to_numpy()
-    codes = kind_codes(token_id, masked, real, track.prompt_length, token_kinds(track))
+    codes = kind_codes(token_id, masked, track.data["is_real"].to_numpy(), track.prompt_length, token_kinds(track))
     return _coded(np.where(_existing(track), codes, Kind.MISSING))
 
 

@@ -101,8 +101,7 @@ def static_share(track: SinkTrack) -> Float[xr.DataArray, " batch"]:
     Heads without a strongest key at any step are excluded; NaN if no head is left. A run of one step is static.
     """
     strongest = strongest_key(track)
-    still = strongest.min("step") == strongest.max("step")
-    return still.sum(HEADS) / strongest.notnull().any("step").sum(HEADS)
+    return (strongest.min("step") == strongest.max("step")).sum(HEADS) / strongest.notnull().any("step").sum(HEADS)
 
 
 def static_sinks(found: xr.DataArray, exists: xr.DataArray) -> Float[xr.DataArray, " batch"]:

@@ -48,11 +48,10 @@ def feature_page(
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(asset("features.html"))
-    text = page.render(
+    write_file(out, page.render(
         title=title, summaries=as_tuple(summaries), style=STYLE, bars=_bars, tokens=partial(_tokens, model),
         policy=f"default-src 'none'; style-src {hashes([STYLE])}; base-uri 'none'; form-action 'none'",
-    )  # fmt: skip
-    write_file(out, text)
+    ))  # fmt: skip
 
 
 def _tokens(model: "Model", one: FeatureExample) -> Iterator[tuple[str, int, bool]]:

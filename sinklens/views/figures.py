@@ -59,8 +59,7 @@ def most_moving_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     moves, strength = _moves(track, row)
     part = track.isel(batch=row)
     sinks = jumps(part, part.detect())["changes"].to_numpy()
-    best = np.lexsort((strength.ravel(), moves.ravel(), sinks.ravel()))[-1]
-    layer, head = np.unravel_index(best, moves.shape)
+    layer, head = np.unravel_index(np.lexsort((strength.ravel(), moves.ravel(), sinks.ravel()))[-1], moves.shape)
     return int(layer), int(head)
 
 

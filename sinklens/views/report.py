@@ -139,9 +139,8 @@ def _facts(track: SinkTrack, numbers: Numbers) -> list[tuple[str, str]]:
     planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps", numbers.steps)
     ran = f"{numbers.steps} of {planned}" if planned > numbers.steps else str(numbers.steps)
     answer = numbers.positions - numbers.prompt_positions
-    kind = "autoregressive" if track.causal else "diffusion"
     return [
-        (kind, str(track.data.attrs.get("family", ""))),
+        ("autoregressive" if track.causal else "diffusion", str(track.data.attrs.get("family", ""))),
         (ran, "steps"),
         (str(numbers.positions), f"positions ({numbers.prompt_positions} prompt, {answer} answer)"),
         (f"{numbers.layers} × {numbers.heads}", "layers × heads"),

@@ -155,6 +155,5 @@ def _quantised(
         layers = [layer for at, layer in places if at == step]
         for start in range(0, len(layers), together):
             for layer, pattern in patterns(step, layers[start : start + together]).items():
-                root = pattern.float().clamp(0, 1).sqrt().mul(255).round()
-                found[step, layer] = root.nan_to_num().byte().numpy()
+                found[step, layer] = pattern.float().clamp(0, 1).sqrt().mul(255).round().nan_to_num().byte().numpy()
     return found

@@ -76,6 +76,5 @@ def _answer(model: "Model", run: "Generation", row: int, step: int, words: Calla
         elif token in model.eos_token_ids:
             shown.append("·", style="dim")
         else:
-            new = int(run.unmask_step[row, place]) == step
-            shown.append(words(token), style="bold green" if new else "")
+            shown.append(words(token), style="bold green" if int(run.unmask_step[row, place]) == step else "")
     return shown

@@ -140,16 +140,14 @@ def by_count(
     spread = start + torch.arange(batch, dtype=torch.float64) * length / batch
     counts = ((spread + 0.5).floor().long() - 1) % length + 1
     first = torch.arange(length) < counts[:, None]
-    masked = torch.stack([row[torch.randperm(length, generator=generator)] for row in first])
-    return masked, counts.double() / length
+    return torch.stack([row[torch.randperm(length, generator=generator)] for row in first]), counts.double() / length
 
 
 def by_rate(
     length: int, batch: int, generator: torch.Generator
 ) -> tuple[Bool[Tensor, "draw pos"], Float[Tensor, " draw"]]:
     """Masks and rates of one batch, as ``_forward_process`` of Dream's and SMDM's scripts draws them."""
-    start = torch.rand(1, generator=generator)
-    rates = (1 - LEAST_RATE) * ((start + torch.arange(batch) / batch) % 1) + LEAST_RATE
+    rates = (1 - LEAST_RATE) * ((torch.rand(1, generator=generator) + torch.arange(batch) / batch) % 1) + LEAST_RATE
     return torch.rand(batch, length, generator=generator) < rates[:, None], rates.double()
 
 
