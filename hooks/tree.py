@@ -269,7 +269,7 @@ class HookTree(ModelWeights, HookFront):
         segments, size = self.watch.forward_pass.segments, (len(input_ids), self.cfg.n_heads, 1, input_ids.shape[1])
         with (
             ruled_by(self.hf.config, None if segments is None else Segments(segments)),
-            known(self.watch, size, next(base.parameters())) if of_step else nullcontext(),
+            known(self.watch, size, input_ids.new_zeros((), dtype=self.cfg.dtype)) if of_step else nullcontext(),
         ):
             output = base(
                 input_ids=input_ids if stream is None else None,

@@ -35,7 +35,7 @@ from sinklens.hooks.attention import fused
 from sinklens.hooks.attention.blocks import rule_of
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.attention.layer_sums import Waiting
-from sinklens.hooks.attention.masks import bias_of, writes
+from sinklens.hooks.attention.masks import bias_of, known_bias, writes
 from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
 
@@ -127,7 +127,7 @@ def attention(
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     if points.hook_rot_k.watched:
         key = _shown_keys(points.hook_rot_k, key, query.shape[2])
-    bias = watch.biases.get(points.hook_attn_mask)
+    bias = known_bias(points.hook_attn_mask, query)
     if points.hook_attn_mask.watched and points.hook_attn_mask not in watch.biases:
         bias = bias_of(points.hook_attn_mask, (query.shape[0], query.shape[1], 1, key.shape[2]), query)
     operands = _operands(module, query, key, value, attention_mask, bias, counted, scaling, kwargs)
@@ -146,7 +146,7 @@ def _recorded(
     """Fused attention whose column sums alone are recorded, with a known mask or none; None where more is needed."""
     point, masked = points.recorded
     watch = point.watch
-    sums, bias = watch.sums, watch.biases.get(masked)
+    sums, bias = watch.sums, known_bias(masked, query)
     if key.shape[2] != len(watch.forward_pass.keys) or normalizer_of(module) is not softmax:
         return None
     if _autocast(query)[0] is not query:

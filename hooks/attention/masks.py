@@ -38,9 +38,8 @@ def is_mask(point: Point) -> bool:
 
 def only_masks(watch: Watch) -> bool:
     """Whether Python takes part in the passes of a run at the sampler's points and through masks alone."""
-    if watch.served or watch.peeked is not None or watch.cache is not None:
-        return False
-    return all(isinstance(point, SamplerPoint) or is_mask(point) for point in watch.hooked)
+    plain = not watch.served and watch.peeked is None and watch.cache is None
+    return plain and all(isinstance(point, SamplerPoint) or is_mask(point) for point in watch.hooked)
 
 
 def zeros_of(size: tuple[int, ...], like: Tensor) -> Mask:
@@ -57,6 +56,12 @@ def bias_of(point: Point, size: tuple[int, ...], like: Tensor) -> Mask | None:
     zeros = zeros_of(size, like)
     bias, untouched = point(zeros), writes(zeros)
     return None if bias is zeros and untouched == 0 else bias
+
+
+def known_bias(point: Point, like: Tensor) -> Mask | None:
+    """The value of ``hook_attn_mask`` that was made before the pass; layers may be on several devices."""
+    bias = point.watch.biases.get(point)
+    return None if bias is None else bias.to(like)
 
 
 def writes(value: Tensor) -> int | None:
