@@ -261,10 +261,8 @@ def outline(
     family, blocks = identify(raw, str(folder), request.family, request.block_length)
     config = translate(raw, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
-    empty, revision = (
-        build_empty(config, family.model_class, device, dtype),
-        files.commit_of(folder) or request.revision,
-    )
+    empty = build_empty(config, family.model_class, device, dtype)
+    revision = files.commit_of(folder) or request.revision
     return prepare(empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(folder, family), blocks)
 
 
