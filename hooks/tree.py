@@ -266,10 +266,10 @@ class HookTree(ModelWeights, HookFront):
         given |= {"time": time} if self.architecture.time else {}
         if of_step and self.captures.usable(self.watch, input_ids):
             return self.captures.run(self, {"input_ids": input_ids, **given}, base)
-        segments, size = self.watch.forward_pass.segments, (len(input_ids), self.cfg.n_heads, 1, input_ids.shape[1])
+        segments = self.watch.forward_pass.segments
         with (
             ruled_by(self.hf.config, None if segments is None else Segments(segments)),
-            known(self.watch, size, input_ids.new_zeros((), dtype=self.cfg.dtype)) if of_step else nullcontext(),
+            known(self.watch, input_ids, self.cfg.n_heads, self.cfg.dtype) if of_step else nullcontext(),
         ):
             output = base(
                 input_ids=input_ids if stream is None else None,

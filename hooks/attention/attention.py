@@ -312,7 +312,7 @@ def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Ten
 
 def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batch query"] | None:
     """The queries that sink scores sum over: real ones, of those that the run chose. None means all."""
-    real, chosen = operands.real_queries(), points.recorded[0].watch.forward_pass.counted
+    real, chosen = operands.real_queries(), points.hook_sink_scores.forward_pass.counted
     if chosen is None:
         return real
     chosen = chosen.to(operands.query.device).repeat(len(operands.query) // len(chosen), 1)  # rows of guidance follow

@@ -82,8 +82,6 @@ class LayerSums:
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
-        self._first: Waiting | None = None  # of those that wait
-        self._together = 0  # of them, how many are computed at once
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
@@ -91,12 +89,10 @@ class LayerSums:
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
-        if self._first is not None and not layer.like(self._first):
+        if self._waiting and not layer.like(next(iter(self._waiting.values()))):
             self._compute()
-        if self._first is None:
-            self._first, self._together = layer, layer.together
         self._waiting[point], self._passes[point] = layer, point.forward_pass
-        if len(self._waiting) >= self._together:
+        if len(self._waiting) >= layer.together:
             self._compute()
 
     def _compute(self) -> None:
@@ -111,7 +107,6 @@ class LayerSums:
         parts = scores.unflatten(0, (len(waiting), -1))[:, : self.rows]
         self._scores |= zip(self._waiting, parts, strict=True)
         self._waiting.clear()
-        self._first = None
 
     def end_step(self) -> None:
         """Compute the scores that are still waiting; those of the step are then the `latest`."""

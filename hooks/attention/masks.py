@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.hooks.points import Point, SamplerPoint, Watch
@@ -79,9 +79,10 @@ def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point
 
 
 @contextmanager
-def known(watch: Watch, size: tuple[int, ...], like: Tensor) -> Iterator[None]:
+def known(watch: Watch, ids: Int[Tensor, "batch pos"], heads: int, dtype: torch.dtype) -> Iterator[None]:
     """Let attention read the masks of `of_one_hook` inside this context, where they may be known before the pass."""
-    watch.biases = of_one_hook(watch, size, like) if watch.hooked and only_masks(watch) else {}
+    if watch.hooked and only_masks(watch):
+        watch.biases = of_one_hook(watch, (len(ids), heads, 1, ids.shape[1]), ids.new_zeros((), dtype=dtype))
     try:
         yield
     finally:

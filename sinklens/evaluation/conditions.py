@@ -70,12 +70,12 @@ class Condition:
             self.control_of != self.name,
             f"{self.name!r} cannot be a control of itself; name the condition it is a control of.",
         )
-        for hook in self.hooks:
-            require(
-                isinstance(hook, Intervention),
-                f"the hooks of a condition are interventions, whose settings the ledger records; got {hook!r:.80}. "
-                f"For a function of your own, write a subclass of Intervention.",
-            )
+        other = next((hook for hook in self.hooks if not isinstance(hook, Intervention)), None)
+        require(
+            other is None,
+            f"the hooks of a condition are interventions, whose settings the ledger records; got {other!r:.80}. "
+            f"For a function of your own, write a subclass of Intervention.",
+        )
         self.described()  # refuses what cannot be identified
 
     def described(self) -> dict[str, Any]:

@@ -301,7 +301,8 @@ def _canvases(
     """The canvases of a run's chosen steps, and how much each of their positions counts."""
     chosen = range(run.steps_run) if steps is None else whole_numbers("step", steps)
     strength = None
-    if without is not None and run.sinks is not None:
+    if without is not None:
+        assert run.sinks is not None
         strength = without.strength(run.sinks).mean(("layer", "head")).fillna(0).to_numpy()
     for step in sorted({number % run.steps_run for number in chosen if -run.steps_run <= number < run.steps_run}):
         canvas = exact_step(run, step)

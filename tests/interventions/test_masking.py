@@ -206,7 +206,7 @@ def test_the_masks_of_all_layers_at_once_are_those_of_each(model, monkeypatch, g
 
 
 def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(model, monkeypatch):
-    """Also if it is the only mask; another function at the same points is called after it in each layer."""
+    """Beside another function at a mask, it is called in every layer."""
     called, one = [], Hide.__call__
     monkeypatch.setattr(Hide, "__call__", lambda self, value, hook: called.append(hook.step) or one(self, value, hook))
     sinklens.generate(model, PADDED, hooks=MaskSinks(2), gen_length=5, progress=False)
