@@ -3,8 +3,8 @@
 `SinklensError` is the base class to catch. The subclasses also derive from the built-in error a caller would expect
 (`ValueError`, `KeyError`, ...), so code that catches those keeps working.
 
-Not included: `AttributeError` for missing names of an object or module; errors inside the processes that isolate
-generated programs, which the caller gets as an outcome.
+Not included are `AttributeError` for a missing name of an object or module, and errors in the processes that isolate
+generated programs, which are returned as an outcome.
 """
 
 import difflib
@@ -88,7 +88,7 @@ class DeviceMemoryError(SinklensError, MemoryError):
 
 
 def require(condition: object, text: str, error: Callable[[str], Exception] = SettingError) -> None:
-    """Raise an `error` with this text unless the condition holds; the text is made in any case."""
+    """Raise an `error` with this text unless the condition holds; the text is built either way."""
     if not condition:
         raise error(text)
 
@@ -112,7 +112,7 @@ def calling_frame() -> Any:
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning, once for its text and the calling line, skipping the frames of `BETWEEN`."""
+    """Warn at the caller's line (outside `BETWEEN`), once for each text and line."""
     frame = calling_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -1,6 +1,6 @@
-"""What runs cost: ``sinklens plan`` of one run of a model, and ``sinklens evaluate --dry-run`` of an evaluation.
+"""Predict the cost of one run (``sinklens plan``) or of an evaluation (``sinklens evaluate --dry-run``).
 
-Pitfall: the formula counts all samples, also those that the ledger has.
+Pitfall: the plan of an evaluation counts all samples, even those that the ledger already has.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def plan(
     settings: Settings | None = None,
     loading: OfFamily | None = None,
 ) -> None:
-    """Print what one run of a model takes; `sinklens evaluate --dry-run` plans an evaluation.
+    """Predict time and memory of one run; `sinklens evaluate --dry-run` plans an evaluation.
 
     Args:
         model: shipped name, folder, config.json, or hub name; no weights
@@ -151,7 +151,7 @@ def print_plan(
 
 
 def size_text(size: float | int) -> str:
-    """A size in bytes in the largest unit of which it is at least one."""
+    """A size in the largest unit that does not exceed it."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"

@@ -1,4 +1,4 @@
-"""The commands about results that are there: table, score, merge and export.
+"""The commands that work on existing results (table, score, merge, export), and lm-eval.
 
 Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 """
@@ -19,7 +19,7 @@ from sinklens.utils.escaping import in_csv, say
 
 
 def lm_eval(*options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Run lm-evaluation-harness with models of sinklens.
+    """Run lm-evaluation-harness on sinklens models.
 
     Args:
         options: those of the harness, such as --model sinklens --model_args pretrained=tiny-llada --tasks gsm8k
@@ -39,10 +39,10 @@ def table(
     out: Path | None = None,
     mixed_devices: bool = False,
 ) -> None:
-    """Print the tables of studies and of an evaluation.
+    """Print the tables of a study or an evaluation.
 
     Args:
-        results: folder written by either command
+        results: folder of `sinklens analyse` or `sinklens evaluate`
         out: for an evaluation: folder for table.csv and the figures (default: RESULTS)
         mixed_devices: for an evaluation: pair runs from different device types, whose last bits differ
     """

@@ -1,7 +1,7 @@
-"""The command ``sinklens test``: a plan in, one report out.
+"""The command ``sinklens test``: it carries out a plan and reports one verdict.
 
 Nothing is measured before the plan is stored, in the results folder and in the user's ledger of tests. An interrupted
-test resumes, and a finished one prints its report again, corrected for the tests that there are by then.
+test resumes, and a finished one prints its report again, corrected for all tests that the ledger holds by then.
 """
 
 import math
@@ -31,14 +31,14 @@ def run_plan(
     dry_run: bool = False,
     loading: Device | None = None,
 ) -> None:
-    """Test one claim by a plan that is stored beforehand.
+    """Test one claim with a plan that is stored beforehand.
 
     Args:
         plan: the plan: a .yaml or .json file
         out: folder for the results and the stored plan (default: test-PLAN)
         tests: ledger of all tests, which counts those on the same prompts (default: $SINKLENS_TESTS, or sinklens/tests
             in the user's folder for data)
-        dry_run: check the plan, print its power, and stop: nothing is stored
+        dry_run: check the plan and print its power; nothing is stored
     """
     from sinklens.analyses import tested
     from sinklens.analyses.answers import known

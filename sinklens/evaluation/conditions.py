@@ -1,10 +1,11 @@
-"""Conditions: the interventions and the cache policy, or none, under which a model answers. Each has a name.
+"""Conditions: named sets of interventions under which a model answers, with or without a cache policy.
 
 The conditions of one evaluation get the same samples and the same seed, so their verdicts can be compared sample by
 sample. The ledger stores a condition as the identity of its interventions and policy (identity.py), which covers their
 settings, recorded runs that they hold, and the source of classes defined outside sinklens.
 
-Pitfall: it does not cover the code that such a class calls. Two interventions that differ only there share records.
+Pitfall: the identity does not cover the code that such a class calls. Two interventions that differ only there share
+records.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -122,11 +123,11 @@ def masking(
 
     Args:
         counts: values of K. "unmasked" is always included as the baseline.
-        controls: for each K also mask other keys, in the same heads and steps, as many unless stated otherwise:
-            "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind",
-            those with the same kinds of token; "same_mass", those that are no sinks and in the unmasked run receive
-            together the attention of a layer's strongest; "nearest", the nearest positions; "weakest"; "random_any",
-            drawn at every step and possibly among the strongest.
+        controls: for each K also mask other keys in the same heads and steps, the same number unless stated otherwise:
+            "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind", keys
+            with the same kinds of token; "same_mass", keys that are not sinks and together receive as much attention in
+            the unmasked run as a layer's strongest; "nearest", the nearest positions; "weakest"; "random_any", drawn at
+            every step and possibly among the strongest.
         queries: as in `MaskSinks`.
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
@@ -190,7 +191,7 @@ def under_caches(
 
 
 def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:
-    """A warning about controls (name -> `Condition.control_of`) whose condition is not among `names`; "" if none."""
+    """A warning if `names` lack a condition that has controls (name -> `Condition.control_of`); else ""."""
     texts = [
         f"{name!r} is a control of {of!r}, which is not evaluated, so it is compared with nothing.{nearest(of, names)}"
         for name, of in controls.items()

@@ -14,7 +14,7 @@ from sinklens.utils.escaping import say, spelled
 def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call with a label, the units done and the total.
 
-    An interrupt in a block with `out` prints what is kept there and the command that resumes, and exits with code 130.
+    With the folder `out`, an interrupt prints what it keeps and the command that resumes, and exits with code 130.
     """
     from tqdm import tqdm
 

@@ -5,8 +5,9 @@
 
 The harness has no plugin mechanism, so the second command registers the model and then calls the harness's own command
 line. The harness builds prompts and judges answers; this module encodes the prompts, generates the answers and cuts
-them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/experiments/nll): exact ones of
-an autoregressive model, bounds of a masked diffusion model, estimated as LLaDA's evaluation script does.
+them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/experiments/nll), which are
+exact for an autoregressive model; for a masked diffusion model they are bounds, estimated as in LLaDA's evaluation
+script.
 
 Sampler settings come from, in order of precedence: the model's arguments, the task
 (``max_gen_toks`` is `gen_length`), the checkpoint, the sampler's defaults.
@@ -194,7 +195,8 @@ class SinklensLM(TemplateLM):
         return self.eot_token_id if start is None else int(start)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Token ids as in the harness: `Model.encode`, without a second start token if the text begins with one."""
+        """Token ids from `Model.encode`; a text that begins with a start token gets no second one, as in the
+        harness."""
         start = self.tokenizer.bos_token
         if add_special_tokens is False or (start and string.startswith(start)):
             return list(self.tokenizer(string, add_special_tokens=False).input_ids)
@@ -224,9 +226,10 @@ class SinklensLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods or bounds of complete texts, in windows of the context, as in the harness's own models.
+        """Log-likelihoods or bounds of complete texts, split into windows as in the harness's own models.
 
-        Each window sees the tokens before it that fit; the bound of a text is the sum over its windows.
+        A window also sees the tokens before it that fit into the context; the bound of a text is the sum over its
+        windows.
         """
         most = longest(self.model) - 1
         windows = [
@@ -245,7 +248,7 @@ class SinklensLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
-        """Of (texts, context, continuation): log-likelihood or bound in nats, and whether greedy decoding writes it.
+        """The log-likelihood or bound of each continuation, in nats, and whether greedy decoding writes it.
 
         A pair longer than the context of the model loses its first tokens, as in the harness's own models.
 
@@ -319,7 +322,7 @@ class SinklensLM(TemplateLM):
         return chosen
 
     def _batches(self, requests: Sequence[Instance]) -> Iterator[tuple[int, dict[str, Any], list[int]]]:
-        """For prompts that run together: their seed, settings and indices in `requests`."""
+        """The seed, the settings and the indices in `requests` of prompts that run together."""
         groups: dict[tuple[int, str], list[int]] = {}
         repeats: dict[int, int] = {}  # the harness repeats a request as the same object
         for place, request in enumerate(requests):

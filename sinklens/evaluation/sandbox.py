@@ -4,12 +4,12 @@ The program and the tests run in two processes (sandboxed.py), each isolated by 
 other processes (threads count), nothing to read but Python's library and three devices, nothing to write, no inherited
 environment, limits on time, memory and output. **A program passes only if the tests' ``check`` returned, in a process
 that the program cannot reach.** A filter, compiled by libseccomp, refuses the system calls that bubblewrap does not
-close. Verdicts repeat: random numbers and the order of sets are the same every time.
+close. Verdicts are reproducible: random numbers and the order of sets are the same every time.
 
-A process runs under an id that belongs to nobody, if started by root, since the kernel does not limit root's threads;
-else in a user namespace. It ends with everything it started, also when its parent is killed.
+If started by root, a process runs under an id that belongs to nobody, since the kernel does not limit root's threads;
+otherwise it runs in a user namespace. It ends with everything it started, even when its parent is killed.
 
-Limits of this design: it is no virtual machine, so a program that exploits a kernel bug can escape. The filter is a
+Limits of this design: it is not a virtual machine, so a program that exploits a kernel bug can escape. The filter is a
 deny list: a call that a later kernel adds is allowed until it is listed. Tests are trusted with the verdict (not with
 the system). A program that writes a file fails. Where bubblewrap is missing or cannot make namespaces, nothing runs.
 """
@@ -97,7 +97,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What stands between a program and the system: the `layers` in force, or else why nothing is run (`missing`)."""
+    """What stands between a program and the system: the `layers` in force, or why no program is run (`missing`)."""
 
     layers: tuple[str, ...]
     missing: str = ""
@@ -159,7 +159,7 @@ def run_program(
         helpers: more Python source that the tests need, such as the task's prompt, whose other functions they call.
             It is trusted like the tests, so it must never be a completion.
         limits: what the program may use.
-        reference: a right program. If the tests do not run to an end with `program` but do with it, `program` failed.
+        reference: a correct program. If the tests run to an end with it but not with `program`, `program` failed.
 
     Raises:
         SinklensError: the isolation is unavailable, or the tests fail to run, with `reference` too if it is given.
@@ -238,7 +238,7 @@ class _Child:
         return os.pread(self.printed.fileno(), most * 1024, 0).decode(errors="replace")
 
     def ended(self, who: str) -> tuple[Any, str]:
-        """How it ended that should still be running."""
+        """How the process ended, which should still be running."""
         with suppress(subprocess.TimeoutExpired):
             if (number := self.process.wait(LAST_WORDS) - 128) in signal.valid_signals():
                 return "killed", f"{who} was killed by {signal.Signals(number).name}"
@@ -253,7 +253,7 @@ class _Child:
 
 
 def _verdict(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, str]:
-    """Status and detail: a verdict, an exceeded limit or the end of the time, whichever comes first."""
+    """Status and detail: a verdict, an exceeded limit or the end of the allowed time, whichever comes first."""
     verdict, detail = "timeout", f"not done after {limits.seconds} s"
     if checker.reports.poll(limits.seconds):
         verdict = "lost"

@@ -3,7 +3,8 @@
 `verify` runs a list of checks. The first ones are about the checkpoint: fingerprint, self-check, signs of damage
 (soundness.py), a fixed prompt, accuracy beside the published score. The others are statements of the study (Rulli et
 al., 2510.15731): sinks exist, they move over the steps, and masking K of them costs little. Each check states what was
-expected, what was found with its interval, and whether they fit. A report is written as JSON and as a Markdown table.
+expected, what was found with its interval, and whether the two agree. A report is written as JSON and as a Markdown
+table.
 
 Caveat: with 50 problems an accuracy is known to about 0.13, so a check that passes excludes only large errors. A
 statement with an interval that includes both outcomes is open, neither right nor wrong. Only the
@@ -168,7 +169,7 @@ def verify(
     Args:
         model: the model, loaded with ``check=False``, so that a failing self-check is reported.
         out: folder of the runs' records; an interrupted call resumes there.
-        problems: number of problems; the first of the test set.
+        problems: number of problems, from the beginning of the test set.
         data: local file or folder of GSM8K; the hub by default. Shipped models use their own word problems, unless
             `protocol` names another task.
         fingerprint: the expected `Model.fingerprint`; by default that of a shipped model.
@@ -176,7 +177,7 @@ def verify(
         score: the accuracy that was published for these settings on all problems of the data, in [0, 1]; by default
             that of the protocol.
         batch_size: problems per run.
-        settings: sampler settings that replace the protocol's; a run that departs is not compared with the score.
+        settings: sampler settings; a run whose settings differ from the protocol's is not compared with the score.
 
     Raises:
         SettingError: an argument is wrong, or `data` is given for word problems, which are not read from a file.
@@ -299,9 +300,9 @@ def masking_check(
     """Whether masking K sinks costs what the study says: the published difference, or little.
 
     The cost is accuracy without masking minus accuracy with it, positive if accuracy is lost. With published accuracies
-    of the model, its paired interval has to overlap the interval of their difference. Else the interval of a diffusion
-    model must not lie above `LITTLE`, and that of an autoregressive one not below it; the study has no number for 10
-    sinks that holds for all models, so nothing is expected of them.
+    of the model, its paired interval has to overlap the interval of their difference. Otherwise the interval of a
+    diffusion model must not lie above `LITTLE`, nor that of an autoregressive one below it; the study gives no number
+    for 10 sinks that holds for all models, so nothing is expected of them.
     """
     cost = Estimate(0.0 - gain.value, 0.0 - gain.high, 0.0 - gain.low, gain.n, gain.p)
     found, name = f"cost {_interval(cost)} of {cost.n}, paired", f"masking {masked} sink{'s' * (masked > 1)}"

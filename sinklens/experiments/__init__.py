@@ -8,7 +8,7 @@
   `measure_circuit` find and measure a `Circuit`.
 - What is known when: `logit_lens`, `train_tuned_lens`; `step_predictions`,
   `settling_steps`, `answer_emergence`, `early_exit`.
-- Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path made one, `sinks_compared` lists changes.
+- Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path causes one, `sinks_compared` counts changes.
 - From other prompts: `donors`, `difference_of_means`, for ablating, resampling and steering;
   `input_norms`, for pruning.
 - How probable a model finds an answer: `likelihood`, `likelihood_difference`. Gaps: `holes` makes a run

@@ -142,7 +142,7 @@ class Circuit:
         return Circuit(self.kept.copy(data=~self.kept.to_numpy() & self.exists), self.scores)
 
     def random(self, seed: int = 0) -> "Circuit":
-        """As many edges, drawn among all."""
+        """A circuit of as many edges, drawn from all."""
         chosen = np.random.default_rng(seed).choice(np.flatnonzero(self.exists), self.size, replace=False)
         return Circuit(_marked(self.scores, chosen), self.scores)
 
@@ -190,20 +190,20 @@ class Circuit:
 
         Every edge is a link with its score as ``weight`` and its receiver's label as ``receiver``, since a node of the
         graph is a component at a position: a head's queries, keys and values are one node. A key/value head that
-        several heads share is at the head of its number. Without positions, all nodes are in one column.
+        several heads share stands at the head with its own number. Without positions, all nodes are in one column.
 
         Args:
             tokens: text of each column of the canvas; needed for a circuit by position.
             slug: name of the graph, of letters, digits, ``-`` and ``_``.
             model: name of the model; the page has no feature examples for it.
-            step: the step that is shown, of a circuit that differs by step.
+            step: the step to show; for a circuit that differs by step.
 
         Returns:
             ``metadata``, ``qParams``, ``nodes`` and ``links``, as in schema version 1 of circuit-tracer 0.5.0.
 
         Raises:
-            SettingError: an invalid slug; a circuit by position without tokens, or with fewer than its positions or
-                than two; or a step that the circuit does not have, or that is missing.
+            SettingError: an invalid slug; a circuit by position without tokens, or with fewer tokens than positions or
+                than two; a missing `step`, or one that the circuit does not have.
         """
         steps = self.kept["step"].values.tolist() if "step" in self.kept.dims else [None]
         require(step in steps, f"step must be one of {steps} for this circuit; got {step}.")
@@ -316,7 +316,7 @@ def circuit_cases(
 
     Raises:
         PromptError: as `corrupted`.
-        SettingError: a step that did not run, or see `exact_step`.
+        SettingError: a step that did not run, or a run that `exact_step` refuses.
     """
     require_run(run, "run")
     found = []
@@ -345,8 +345,9 @@ def edge_scores(
 ) -> xr.DataArray:
     """What keeping each edge adds to the metric, estimated from gradients, in every case.
 
-    The score is minus the first-order effect of replacing what the edge carries in the clean pass by what it carries in
-    the corrupted one (edge attribution patching, 2310.10348; with `ig_steps` integrated gradients, EAP-IG, 2403.17806).
+    The score is the negative of the first-order effect of replacing what the edge carries in the clean pass by what it
+    carries in the corrupted one (edge attribution patching, 2310.10348; with `ig_steps` integrated gradients, EAP-IG,
+    2403.17806).
 
     Args:
         cases: one or several cases.
@@ -358,7 +359,7 @@ def edge_scores(
         circuit of all steps.
 
     Raises:
-        SettingError: no case, or see `edge_attribution`.
+        SettingError: no case, or what `edge_attribution` refuses.
     """
     cases, found = _listed(cases), []
     for case in cases:
@@ -373,7 +374,7 @@ class CircuitValue(NamedTuple):
     Attributes:
         faithfulness, completeness: see the module.
         metric: mean metric of the circuit.
-        full, empty: mean metric of the clean pass, and of the corrupted one.
+        full, empty: mean metric of the clean passes, and of the corrupted ones.
     """
 
     faithfulness: float
@@ -411,11 +412,11 @@ def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
 def greedy_circuit(
     cases: CircuitCase | Sequence[CircuitCase], start: Circuit, *, tolerance: float = 0.01, most: int | None = None
 ) -> Circuit:
-    """Remove edges one after the other, weakest scores first, while each costs little faithfulness.
+    """Remove edges one by one, weakest scores first, while each costs little faithfulness.
 
-    Every removal is measured exactly, with all edges that were removed before: an edge goes if faithfulness falls by no
-    more than `tolerance`. A warning appears if no edge is left, which is no circuit: the tolerance holds for each edge,
-    so the losses of many edges add up.
+    Every removal is measured exactly, together with all earlier ones; an edge stays removed if faithfulness falls by no
+    more than `tolerance`. The tolerance holds for each edge, so the losses of many edges add up: a warning appears if
+    no edge is left.
 
     Args:
         cases: where faithfulness is measured.

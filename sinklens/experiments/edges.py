@@ -1,4 +1,4 @@
-"""Edge attribution: what patching every direct path between two components would do, and who reads a sink.
+"""Edge attribution: what patching every direct path between two components would do, and which components read a sink.
 
 An edge goes from a sender (embedding, head, MLP) to a receiver (a head's queries, keys or values, an MLP, the logits).
 Patching it (`PathPatch`) adds the change of the sender's output to what the receiver reads, so to first order
@@ -11,18 +11,18 @@ with one backward pass, `path_patching_effects` the left side with a copy of the
 compares them. Components are named as in `PathPatch`.
 
 `read_attribution` asks what later components do with the message of one key. A head's query i takes A[i, j] v_j from
-key j. Replace v_j by the mean value of the keys that the query sees, as `AblateValues` does, and let the attention
-stay. The change of what the head writes,
+key j. Replace v_j by the mean value of the keys that the query sees, as `AblateValues` does, without changing the
+attention. What the head writes then changes by
 
     δ_i = Σ_heads A[i, j] (mean of v − v_j) W_O,
 
-times the layer's gate where the network has one, then reaches only some later readers, on the direct path: one
-component, or a group. What follows from them follows.
+times the layer's gate where the network has one. Only one later reader, or a group, gets this change, on the direct
+path; what depends on these readers is recomputed.
 
 Pitfall: as in attribution.py, the estimate is inaccurate where the metric is nonlinear between the two inputs. Average
-the gradient along the path (``ig_steps=``), and check the strongest edges against `path_patching_effects`. And an
-effect of the message is not one of the sink's attention: masking a key also frees its attention, which other keys then
-receive; compare with `MaskSinks`, and with the same effect of a control key.
+the gradient along the path (``ig_steps=``), and check the strongest edges against `path_patching_effects`. Also, the
+effect of a sink's message is not the effect of its attention: masking a key also frees its attention, which other keys
+then receive. Compare with `MaskSinks`, and with the same effect of a control key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ def edge_effects(pair: Pair, metric: LogitMetric, ig_steps: int, by_position: bo
 
 
 def _sent(pair: Pair, senders: Sequence[Sender]) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """What the senders write, with the gates of the corrupted pass, and the logits: of the clean and the corrupted."""
+    """What the senders write (with the gates of the corrupted pass) and the logits, of both passes."""
     outputs = dict.fromkeys(sender.point for sender in senders)
     gates = dict.fromkeys(sender.gate for sender in senders if sender.gate)
     return [pair.values(pair.clean, outputs), pair.values(pair.corrupted, [*outputs, *gates])]
@@ -137,7 +137,7 @@ def path_patching_effects(
         batch_size: number of edges per pass.
 
     Raises:
-        SettingError: also fewer edges per pass than 1.
+        SettingError: also if `batch_size` is below 1.
     """
     refuse_indirect(model, "a table of edges")
     first = senders_of(model) if senders is None else named(senders_of(model), as_tuple(senders))
@@ -168,7 +168,7 @@ def _each_patched(pair: Pair, ids: Tensor, changes: Sequence[Change], size: int)
 
 
 def _stacked(changes: Sequence[Change], pair: Pair) -> Pairs:
-    """Hooks that add a change to what some receivers read: the change number n in copy n of the batch.
+    """Hooks that add a change to what some receivers read: change n in copy n of the batch.
 
     Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
     is between it and the receivers stays as it is.
@@ -222,9 +222,9 @@ def _slopes(
 
 
 def _pulled_back(receiver: Receiver, slope: Tensor, values: Mapping[str, Tensor], model: "Model") -> ResidualStream:
-    """The gradient at the receiver's point as one of the stream that it reads, before its norm.
+    """The gradient at the receiver's point, carried back to the stream that it reads, before its norm.
 
-    Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y; of a norm that subtracts
+    For y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y; for a norm that subtracts
     the mean, the same with x and the result minus their means.
     """
     if receiver.name == "logits":
@@ -284,10 +284,10 @@ def read_attribution(
             heads.
 
     Returns:
-        ``kl`` over ``reader``: the KL divergence of the step's predictions from those of the unchanged pass, mean over
-        the undecided positions in nats (in an autoregressive run at the newest token). ``"all"``, the last reader, is
-        every later component: the effect of the message on the step. Attributes: ``step``, ``layer``, ``head`` (-1 for
-        all) and ``key``.
+        ``kl`` over ``reader``: the KL divergence of the step's predictions from those of the unchanged pass, in nats,
+        averaged over the undecided positions (in an autoregressive run, at the newest token). The last reader,
+        ``"all"``, stands for every later component together: the effect of the message on the step. Attributes:
+        ``step``, ``layer``, ``head`` (-1 for all) and ``key``.
 
     Raises:
         SettingError: an index or position that does not exist, or a model with norms after its sublayers

@@ -45,7 +45,7 @@ class Effect:
     Attributes:
         base, free, replayed: the run without the change, with it, and with it on the base run's canvases.
         free_running, under_replay: `compare` of base with `free` and with `replayed`.
-        same_queries: the base run once more, with sink scores summed over the queries that `replayed` computed; None
+        same_queries: the base run repeated, with sink scores summed over the queries that `replayed` computed; None
             without a cache policy, or without sinks.
     """
 
@@ -80,10 +80,10 @@ def effect(
 ) -> Effect:
     """Run `model` on `prompts` without a change, with it, and with it under replay; compare, logits included.
 
-    The change is an intervention (`hooks`), a cache policy, or another model. With `cache` or `other`,
-    ``under_replay`` also has the counts of `sinks_compared`. A step under a cache policy computes fewer queries, and
-    sums over fewer queries have other sinks even if no attention changed. So a fourth run repeats the exact one with
-    sums over the queries of the third, and these two are compared.
+    The change is an intervention (`hooks`), a cache policy, or another model. With `cache` or `other`, ``under_replay``
+    also has the counts of `sinks_compared`. A step under a cache policy computes fewer queries, and sums over fewer
+    queries give other sinks even if no attention changed. So a fourth run repeats the exact one with sums over the
+    queries of the third, and these two are compared.
 
         full, small = sinklens.load("tiny-llada"), sinklens.load("tiny-llada", quantization="bnb-int8")
         print(effect(full, prompts, other=small, gen_length=16).sinks_moved)
@@ -150,7 +150,7 @@ def compare(
         ``changed_share``: share of the answer's positions with a different final token, including those after an end
         token; in an autoregressive run, of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
-        ``same_answer``: whether that is 0;
+        ``same_answer``: whether `edit_distance` is 0;
         ``control_requested``, ``control_picked``: if `changed` has controls (``pick=``), the number of keys that they
         control for, and of the control keys, over steps, layers and heads.
 
@@ -233,7 +233,7 @@ def _answers(base: Generation, changed: Generation) -> dict[str, Any]:
 
 
 def _until_end(run: Generation, row: int) -> slice:
-    """The answer before its first end token. Masks that remain count as tokens, undecoded positions (< 0) do not."""
+    """The answer before its first end token. Masks that remain count as tokens; undecoded positions (< 0) do not."""
     start, stop = run.prompt_length, run.prompt_length + run.settings.gen_length
     ends = np.flatnonzero(np.isin(run.tokens[row, start:stop].numpy(), run.model.eos_token_ids))
     return slice(start, start + int(ends[0]) if len(ends) else stop)
@@ -317,13 +317,13 @@ def kept_places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
 def sinks_compared(base: Generation, changed: Generation, detector: Detector | None = None) -> xr.Dataset:
     """Sinks of `base` that `changed` lacks, and the reverse, in the steps that both ran.
 
-    Per [batch, step], summed over layers and heads: ``sinks``, the number of base's sinks; ``sinks_lost``, of these
-    those that `changed` lacks; ``sinks_added``, sinks of `changed` that base lacks; ``sinks_moved``, the number of
-    heads whose strongest key is another one. Scores are scaled to a mean of 1 over the keys of a head, because a step
-    under a cache policy has fewer queries.
+    Per [batch, step], summed over layers and heads: ``sinks``, the number of base's sinks; ``sinks_lost``, those of
+    them that `changed` lacks; ``sinks_added``, sinks of `changed` that base lacks; ``sinks_moved``, the number of heads
+    whose strongest key is another one. Scores are scaled to a mean of 1 over the keys of a head, because a step under a
+    cache policy has fewer queries.
 
     Pitfall: after two free runs diverge, the tokens at a position differ, too; a comparison under replay holds them
-    fixed. And keys that only some queries attend to count as lost in a step that does not compute these queries, so
+    fixed. Also, keys that only some queries attend to count as lost in a step that does not compute these queries;
     compare runs with the same queries (`Record.queries`), as `effect` does.
 
     Args:

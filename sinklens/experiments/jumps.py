@@ -92,11 +92,11 @@ def jump_undone(
     """Share of a jump that is undone if a path into its head carries what its senders wrote one step before.
 
     (lead at the step − lead with the path patched) / size of the jump: 1 if the sink moves back, 0 if nothing changes.
-    Two passes of the run's model over the step's canvas; hooks of the run are not applied again.
+    This takes two passes of the run's model over the step's canvas, without the run's hooks.
 
     Args:
-        sender: labels of components, as in `PathPatch`; None for all that the head reads.
-        letter: "q" or "k": whether the head's queries or its keys read them.
+        sender: labels of components, as in `PathPatch`; None for all components that the head reads.
+        letter: whether the head's queries ("q") or its keys ("k") read the senders.
         positions: positions of the queries or keys that are patched, not counting padding.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A metric is a function of one step's output, `StepOutput`, with one number per prompt. Under replay every step begins on
 the base run's canvas, so the steps are separate passes. Interventions that act on each step alone
-(`Intervention.within_step`) then need no other steps than those they name: `measured` runs these steps directly, all
-interventions of a step in one batch. All others run from the first step on, and have a value at every step.
+(`Intervention.within_step`) then need only the steps that they name: `measured` runs these directly, all interventions
+of a step in one batch. All others run from the first step on, and have a value at every step.
 
 Pitfall: under replay a step's canvas is the base run's even where the intervention would have decided another token; a
 metric sees what the step would decide, not what follows.
@@ -35,12 +35,12 @@ class StepOutput(NamedTuple):
 
     Attributes:
         step: number of the step.
-        logits: of the token at each position that the step computes, in float32; in an autoregressive run of the token
+        logits: of the token at each position that the step computes, in float32; in an autoregressive run, of the token
             being decoded.
-        base: the same without the intervention.
-        canvas: ids of these positions; in an autoregressive run of all.
-        undecided: of these positions, those that are not decided when the step begins.
-        first: number of the first of these prompts, among all prompts of the sweep.
+        base: the logits without the intervention.
+        canvas: ids of these positions; in an autoregressive run, of all positions.
+        undecided: which of these positions are undecided when the step begins.
+        first: number of the batch's first prompt in the sweep.
     """
 
     step: int
@@ -181,7 +181,7 @@ class _MetricReader(Reader):
     """Evaluates the metric at every step of a run of several copies of the prompts.
 
     Attributes:
-        numbers: the intervention of each copy; None for the copy without.
+        numbers: the intervention of each copy; None for the copy without one.
         found: collects the values.
     """
 

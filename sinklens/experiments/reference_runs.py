@@ -1,16 +1,16 @@
 """Values collected from runs of other prompts: for resampling and ablating, for steering, and for pruning.
 
-`donors` and `difference_of_means` read each step's values at its real positions, with the labels or at the places of
-that step. Rows that only wait for the rest of their batch do not count.
+At each step, `donors` keeps the values of every real position with its labels, and `difference_of_means` sums those at
+the chosen places. Rows that only wait for the rest of their batch do not count.
 
-`input_norms` reads finished runs, for Wanda's score of a weight. For each chosen step of each run, one pass over the
-canvas of the step is made, and for every matrix and input j
+`input_norms` reads finished runs, for Wanda's score of a weight. It makes one pass over the canvas of each chosen step,
+and adds up for every matrix and input j
 
     ‖X_j‖₂ = (Σ_p (1 − w_p)² x_pj²)^½,
 
-p over the positions of all these canvases, padding and finished rows left out (Wanda, 2306.11695). w_p is 0, or with
-``without=`` the soft weight of a sink at p (Sink-Aware Pruning, 2602.17664): activations at sinks are scaled down, so
-that weights which only serve them are removed first.
+where p runs over the positions of all these canvases without padding and finished rows (Wanda, 2306.11695). w_p is 0,
+or with ``without=`` the soft weight of a sink at p (Sink-Aware Pruning, 2602.17664): activations at sinks are scaled
+down, so that weights which only serve them are removed first.
 
 Caveat: a direction between two sets of prompts holds every difference between them, their lengths and wording included.
 If the reference is unlike the prompt under study, its mean is no more typical than a zero. For `input_norms`, hooks of
@@ -65,7 +65,7 @@ def donors(
     Args:
         names: points with a position axis; names, or a predicate on names.
         only_steps: steps whose values are kept; by default all. A diffusion run keeps every position at every step.
-            ``steps=`` itself is the sampler's setting.
+            (``steps`` is the sampler's setting.)
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
@@ -101,9 +101,9 @@ def difference_of_means(
 
     Args:
         where: positions that count, as in interventions: "prompt", "masked", "committed" or "decided", a kind, …
-        only_steps: steps that count; by default all. ``steps=`` itself is the sampler's setting.
+        only_steps: steps that count; by default all. (``steps`` is the sampler's setting.)
         point: the point of the stream.
-        hooks: of both sets of runs, such as those that plant a behavior; the mean is taken after them.
+        hooks: hooks of both sets of runs, such as those that plant a behavior; the means include their edits.
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
@@ -231,14 +231,14 @@ def input_norms(
         runs: one or several runs of one model, whose prompts are the calibration set.
         steps: steps of the runs; negative ones count from the end. Steps that a run did not reach are left out. None
             means all.
-        without: definition of the sinks that are scaled down by 1 − their strength, averaged over layers and heads;
-            None counts every position fully.
+        without: definition of the sinks whose activations are multiplied by 1 − their strength, averaged over layers
+            and heads; None counts every position fully.
         shuffled: seed with which the strengths of each row and step are put at random positions instead, as a control;
             None leaves them in place.
 
     Raises:
         SettingError: no run, runs of several models, no step that any run reached, a run without recorded sinks,
-            `shuffled` without `without`, or see `exact_step`.
+            `shuffled` without `without`, or a run that `exact_step` refuses.
     """
     listed = as_tuple(runs)
     _check(listed, without, shuffled)

@@ -1,6 +1,6 @@
-"""When is the answer known? The prediction at every position of every step, and what a run could have stopped at.
+"""When is the answer known? The prediction at every position of every step, and when a run could have stopped.
 
-A diffusion model predicts a token at every position in every step, also where the sampler has not decided yet.
+A diffusion model predicts a token at every position in every step, even where the sampler has not decided yet.
 `step_predictions` reads these predictions from a run. From them follow
 
     settling step   the first step after which the prediction at a position is the final token at every later step
@@ -14,8 +14,8 @@ the second by a threshold.
 Answers known early: Li et al., 2508.19982.
 
 Pitfalls: a position that is decided keeps its token, so it has settled by then at the latest; compare with
-`decided_step`. The step of emergence looks at the truth and a user of the model cannot; an early exit does not. A
-threshold that was chosen on some prompts has to be tested on others.
+`decided_step`. The step of emergence depends on the true answer, which a user of the model does not have; an early exit
+does not. A threshold that was chosen on some prompts has to be tested on others.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def step_predictions(run: "Generation") -> xr.Dataset:
 
     Raises:
         SettingError: an autoregressive run, which predicts one token per step, or a run whose steps a separate pass
-            does not repeat.
+            cannot repeat.
     """
     require_run(run, "run")
     require(
@@ -74,8 +74,8 @@ def step_predictions(run: "Generation") -> xr.Dataset:
 def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
     """The first step from which on the prediction is the final token, until the position is decided.
 
-    The number of steps where even the last prediction differs from the final token (the sampler drew another one); -1
-    outside the answer.
+    It is the number of steps where even the last prediction differs from the final token (the sampler drew another
+    one); -1 outside the answer.
     """
     before = predictions["step"] <= predictions["decided_step"]
     other = (predictions["token"] != predictions["final_token"]) & before
@@ -87,7 +87,7 @@ def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
 
 
 def guesses(run: "Generation", predictions: xr.Dataset) -> list[list[str]]:
-    """The text of the answer by row and step, if undecided positions got their predictions; up to its end token.
+    """The answer's text by row and step, undecided positions filled by their predictions, up to the end token.
 
     Raises:
         SettingError: the model has no tokenizer.

@@ -1,14 +1,16 @@
 """Swap tests: the same place of the same canvas with another token of a chosen kind.
 
-Sinks prefer digits, say: because of the token, or because of the places that digits have? A *swap* replaces the token
-at one place and changes nothing else. If the kind of token makes the sink, a digit replaced by a word loses its sinks,
-and a word replaced by a digit gains them. The control is a swap within the kind: a digit replaced by another digit.
+Suppose that sinks prefer digits: is it because of the token, or because of the places where digits stand? A *swap*
+replaces the token at one place and changes nothing else. If the kind of token makes the sink, a digit replaced by a
+word loses its sinks, and a word replaced by a digit gains them. The control is a swap within the kind: a digit replaced
+by another digit.
 
     run = sinklens.generate("tiny-llada", prompts)
     lost, control = swap(run, "digit", "word"), swap(run, "digit", "digit")
     print(lost["sinks_before"].mean(), lost["sinks_after"].mean(), control["sinks_after"].mean())
 
-Pitfall: a canvas with a swapped token can be one that no text has. A swap within the kind shows what that does alone.
+Pitfall: a canvas with a swapped token can be one that no text has. A swap within the kind shows the effect of that
+alone.
 """
 
 from collections.abc import Sequence
@@ -53,10 +55,11 @@ def swap(
     mean of the other keys by more than `epsilon`, before (on the run's canvas) and after.
 
     Args:
-        replace: kind of the replaced tokens, of `SWAPPED`, anywhere on the canvas.
+        replace: kind of the replaced tokens, one of `SWAPPED`, anywhere on the canvas.
         by: kind of the new tokens; the same kind is the control. A new token always differs from the old one.
-        rows, steps: rows and steps of the run; by default all rows, and the steps 0, a third, two thirds and the last.
-        count: number of places to swap on each canvas, drawn at random; fewer if it has fewer.
+        rows, steps: rows and steps of the run; by default all rows, and the first and last step and those at one and
+            two thirds of the run.
+        count: number of places to swap on each canvas, drawn at random; all if there are fewer.
         among: ids to draw new tokens from; by default all that occur in the run.
         seed: seed of the draws, for each row by itself.
 

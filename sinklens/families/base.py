@@ -51,7 +51,7 @@ class Family:
         sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
         causal: whether queries see only earlier keys.
         block_causal: whether queries see only their own block and earlier ones.
-        block_length: positions per block; None if the config or the argument of `sinklens.load` says it.
+        block_length: positions per block; None if the config or the argument of `sinklens.load` gives it.
         block_length_key: config key that gives the block length.
         blocks_start: where blocks are counted from, see `hooks.blocks.Blocks`.
         dropped: config keys of training or of the checkpoint's own code, which transformers would obey.
@@ -60,19 +60,18 @@ class Family:
         shift: whether the logits at position i predict the token at i + 1.
         convert: makes transformers' settings of the parsed config.json, with `defaults` filled in; None if config.json
             already uses transformers' keys, which are kept. A key that it does not read is dropped.
-        needed: keys that config.json must have, of ``"a or b"`` one: those that `convert` reads, and those that every
-            published checkpoint has, with another value than the default of the published class.
-        fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
-            the module that owns them.
+        needed: keys that config.json must have (for ``"a or b"``, one of the two): those that `convert` reads, and
+            those that every published checkpoint sets to a value other than the published class's default.
+        fused: name of a stored weight -> the weights that it holds one after another along its first axis; names are
+            relative to the module that owns the weights.
         ignored: regular expression of stored names that are recomputed, such as rotary tables; they are not loaded.
         foreign: regular expression of beginnings of stored names that belong to another family, and are refused.
         required: config key that a published class reads -> values that can be expressed; a missing key is accepted,
-            unless `defaults` has it. A dot leads into a part of the config, as in
-            ``text_config.use_bidirectional_attention``.
+            unless `defaults` has it. A dot separates nested keys, as in ``text_config.use_bidirectional_attention``.
         defaults: config key -> the value that the published code uses if config.json lacks the key.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
-        mask_is_last: then the last id of the vocabulary is used.
+        mask_is_last: whether the last id of the vocabulary is used instead in this case.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
         verified: how far agreement with the reference code was checked.
         model_class: transformers' auto class that builds the model.
@@ -82,9 +81,9 @@ class Family:
         drawn: whether its samplers draw by the numbers at ``denoise.hook_uniform``.
         unconditional: whether it also generates without a prompt: an empty text, or a row without ids.
         masked: whether undecided positions hold a mask token; False for a canvas of random tokens.
-        config_settings: config key -> sampler setting that it is the default of.
-        generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
-            into a part.
+        config_settings: config key -> the sampler setting whose default it gives.
+        generation_settings: key of generation_config.json -> the sampler setting whose default it gives; a dot
+            separates nested keys.
         rows_of: name of the embedding's weight, after `renames`, if config.json may name fewer tokens than it has rows.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
         bound: how the likelihood of a diffusion model is bounded, see sinklens/experiments/nll: "masks", "subs",
@@ -147,7 +146,7 @@ class Family:
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys that mean the same in transformers; tokens that the config does not name become None.
+    """The keys that mean the same in transformers; tokens that the config does not name are set to None.
 
     The classes' own defaults of these tokens refer to another vocabulary.
     """

@@ -15,17 +15,18 @@ The text begins with the start token, which is part of the prompt.
 
 With `sliding`, the text may be longer than the context. The published code then caches the keys and values of finished
 blocks, drops the oldest when the cache is full, and rotates the others again from position 0. A query therefore sees
-the latest blocks that fit into the context, at their distances, and the keys of these blocks saw the blocks that fitted
+the latest blocks that fit into the context, at their distances, and the keys of these blocks saw the blocks that fit
 before them. Here every pass computes the complete text under this rule, with the same result: scores depend on
 distances only.
 
 With `var_length`, a row ends at its second end token (the start token counts where it is the same token), or when it
-repeats itself: the entropy of its last 256 tokens is below 4 nats. Both are judged after each block, of a text longer
-than 256 tokens. Without it, the published code throws a text away that repeats itself and starts again, ten times, then
-gives up; here it is kept. There the end tokens of all rows of a batch are counted together; here each row has its own.
+repeats itself: the entropy of its last 256 tokens is below 4 nats. Both are checked after each block, once the text is
+longer than 256 tokens. Without `var_length`, the published code discards a text that repeats itself and starts again,
+at most ten times; here the text is kept. The published code counts the end tokens of all rows of a batch together; here
+each row has its own count.
 
 Pitfall: a block's prediction is reused until one of its tokens changes, as in the published code. A network that reads
-the noise level therefore gets the one at the last change.
+the noise level therefore gets the level at the time of that change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,8 +142,8 @@ class TextEnd(NamedTuple):
 def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) -> TextEnd:
     """The published stopping rule for the text so far, after a block.
 
-    It stops if the last 256 tokens have an entropy below 4 nats. With `var_length`, these are then cut off; and it
-    stops behind the second end token.
+    The text stops if its last 256 tokens have an entropy below 4 nats. With `var_length`, these are then cut off, and
+    the text also stops after its second end token.
     """
     size = len(text)
     if size <= JUDGED:

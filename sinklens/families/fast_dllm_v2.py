@@ -44,8 +44,8 @@ class FastDllmV2Settings(Drawn, Blockwise):
 
     The last block is always complete, as in the reference, unless only its first position is part of the answer: up to
     ``block_length - 2`` positions after the answer are decided too. The reference's ``max_new_tokens`` counts blocks,
-    the first of which holds prompt tokens: for its result, choose `gen_length` so that prompt and answer fill whole
-    blocks and one position. `top_p` applies at a temperature above 0.
+    the first of which holds prompt tokens: to get its result, choose `gen_length` so that prompt and answer fill
+    complete blocks and one more position. `top_p` applies at a temperature above 0.
 
     Attributes:
         small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
@@ -94,7 +94,7 @@ class FastDllmV2Settings(Drawn, Blockwise):
         return self.use_block_cache
 
     def fitted(self, prompt_lengths: Sequence[int]) -> "FastDllmV2Settings":
-        """With the number of positions of the row that has most."""
+        """These settings, with the number of positions of the longest row."""
         return replace(self, positions=self.gen_length + max(map(self.spare, prompt_lengths)))
 
     def spare(self, prompt_length: int) -> int:
@@ -124,7 +124,7 @@ class SubBlockCache(Policy):
         self._offsets = _offsets(state)
 
     def plan(self, history: History) -> Int[Tensor, "batch 1 pos"]:
-        """The plan of the next step; keys that were never computed are computed anyway."""
+        """The plan of the next step, which also computes keys that were never computed."""
         progress, size = self._progress, self._size
         masked = (history.canvas == self._state.mask_id) & progress.current()
         first = _next(masked, self._state, size)
@@ -139,7 +139,7 @@ class SubBlockCache(Policy):
 
 
 def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:
-    """Each row's masked positions of its first unfinished sub-block; of a block's first position, that one alone."""
+    """The masked positions of each row's first unfinished sub-block; a block's first position is decided alone."""
     offsets = _offsets(state)
     group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, masked.shape[1])
     return masked & (group == group.amin(dim=1, keepdim=True))

@@ -67,7 +67,7 @@ class Mixture(NamedTuple):
 class GiddSettings(Steps):
     """GIDD's sampler (von Rütte et al., 2503.04482, and its reference code).
 
-    As in the reference code, the first step takes the canvas of masks for one at time 1 − 1/N, and the last step
+    As in the reference code, the first step treats the canvas of masks as one at time 1 − 1/N, and the last step
     changes nothing.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Rows:
     Attributes:
         running: rows that are still corrected.
         most: largest number of tokens so far that the model considers the most likely.
-        waited: corrections since.
+        waited: number of corrections since then.
     """
 
     def __init__(self, state: State) -> None:
@@ -190,7 +190,7 @@ class _Rows:
 
 
 def noise_shares(time: Float[Tensor, "*shape"], p_uniform: float) -> NoiseShares:
-    """What a noisy token comes from at `time`; see the module."""
+    """The probabilities of each origin of a noisy token at `time`; see the module."""
     uniform = max(math.exp(-20), p_uniform)
     spread = (time * (1 - time)).sqrt() * math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
     total = 1 + spread

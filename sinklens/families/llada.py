@@ -5,8 +5,8 @@ LLaDA's sampler: blocks from left to right; the least confident proposals stay m
 Within a block, every step proposes a token at each masked position and commits the next share of them, the most
 confident first. If the proposal is the mask token itself, the position stays masked, as in the reference code.
 
-Under a cache policy a step decides only positions that it computes, and a row's block ends when none of its own is
-masked; masks that earlier blocks kept are decided only in steps that compute them, as in Fast-dLLM.
+Under a cache policy, a step decides only positions that it computes. A row's block ends when none of the block's
+positions is masked; masks left in earlier blocks are decided only in steps that compute them, as in Fast-dLLM.
 """
 
 from collections.abc import Iterator

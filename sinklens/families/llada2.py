@@ -8,7 +8,7 @@ passes follows from `minimal_topk` too, and a row may end in the step that decid
 Where the published implementation fails, this sampler does not: an end token of the prompt does not end the run (the
 reference then returns an empty answer), and positions before the answer are never written.
 
-Pitfall: config.json does not say whether a checkpoint is LLaDA2.0 or 2.1. The family's sampler is this one;
+Pitfall: config.json does not say whether a checkpoint is LLaDA2.0 or 2.1. The sampler of 2.0 is the default;
 ``sampler="llada2.1"`` chooses the other.
 
 Pitfall: an end token that was decided before its left neighbors ends the row only after the block, as in the reference.
@@ -48,14 +48,14 @@ class Llada2Settings(Drawn, Truncated, Passes, WholeBlocks):
     """LLaDA2.0's sampler (2512.15745, and the published `generate`).
 
     Blocks are decoded from left to right, each in at most `denoising_steps` passes. A pass accepts all proposals above
-    `threshold` if these are at least its share of the block, else the share's most confident ones. The last block is
-    always complete: up to ``block_length - 1`` positions after the answer are decided too. `top_p` and `top_k` apply at
-    a temperature above 0, `top_p` to the tokens that `top_k` keeps.
+    `threshold` if these fill its share of the block; otherwise it fills the share with the most confident ones. The
+    last block is always complete: up to ``block_length - 1`` positions after the answer are decided too. `top_p` and
+    `top_k` apply at a temperature above 0, `top_p` to the tokens that `top_k` keeps.
 
     Attributes:
         denoising_steps: most passes per block, the published ``steps``; default `block_length`.
         minimal_topk: a block has at most ``gen_length // minimal_topk`` passes.
-        threshold: besides the share of the pass, accept all proposals of more confidence.
+        threshold: accept all proposals with more confidence, even beyond the share of the pass.
         eos_early_stop: also end a row in the step that decides an end-of-sequence token, if no masked position
             precedes it.
     """
@@ -98,15 +98,16 @@ class Llada21Settings(Drawn, Truncated, WholeBlocks):
     """LLaDA2.1's sampler (2602.08676, and the published `generate`), which edits decided tokens.
 
     Every pass proposes a token at each answer position of the current block. Masked positions are decided as in
-    LLaDA2.0. A decided token is replaced by another proposal of more confidence than `editing_threshold`. A block
-    without masked positions gets up to `max_post_steps` more passes and ends when one of them edits nothing.
+    LLaDA2.0. A decided token is replaced if another token is proposed with more confidence than `editing_threshold`. A
+    block without masked positions gets up to `max_post_steps` more passes and ends when one of them edits nothing.
 
     The model card's quality mode is ``threshold=0.7, editing_threshold=0.5``; its speed mode is ``threshold=0.5,
     editing_threshold=0.0``. At a temperature above 0, `top_k` applies first, then `top_p` to the tokens that it keeps.
 
     Attributes:
         num_to_transfer: a pass decides at least this many masked positions.
-        threshold: decide all masked positions whose proposal has more confidence, if these are enough.
+        threshold: decide all masked positions whose proposal has more confidence, if these are at least
+            `num_to_transfer`.
         editing_threshold: confidence above which a proposal replaces a decided token; 0 replaces every one that
             differs, 1 turns editing off.
         max_post_steps: most passes over a block without masked positions.

@@ -4,8 +4,8 @@
 the place. Only one batch is in memory. A row that waits for others of its batch, because it has ended, is left out, so
 the places do not depend on the batch size.
 
-Pitfall: the places of a run are not alike in number. A diffusion run of S steps has each prompt token S times, with
-hardly different activations; collect "masked" and "decided" positions separately, or only some steps.
+Pitfall: a diffusion run of S steps has each prompt token S times, with almost the same activations; collect "masked"
+and "decided" positions separately, or only some steps.
 """
 
 import hashlib
@@ -61,14 +61,14 @@ def collect(
         out: path of the store, a new folder or that of an interrupted call with the same arguments.
         scope: states of the positions that are kept: "all", or one or several of "prompt", "masked",
             "committed" and "decided" (prompt and committed).
-        only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. ``steps=``
-            itself is the sampler's setting.
+        only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. (``steps``
+            is the sampler's setting.)
         batch_size: prompts per run; the places do not depend on it. Copies of a prompt run in separate batches, since
             copies in one batch would get different random numbers. With cached blocks (``use_cache``,
             ``use_block_cache``), each prompt runs alone, because a pass computes the current blocks of all rows
             of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
-        dtype: type of the activations on disk; float16 and bfloat16 halve the room.
+        dtype: type of the activations on disk; float16 and bfloat16 halve its size.
         progress: called after each batch with the number of finished prompts and of all prompts.
 
     Raises:

@@ -1,8 +1,8 @@
 """How well a label can be read, with controls: every point, at every step, noise level or state.
 
 Probes are fitted and tested on different prompts (folds), never on different positions of one prompt. The score of
-classes is the share of places that are right; with ``balanced=True`` every class counts alike. That of "ridge" is R²,
-1 − Σ (y − ŷ)² / Σ (y − ȳ)², with ȳ the mean of the training folds. Beside it stand
+classes is the share of places that are right; with ``balanced=True`` every class counts equally. The score of "ridge"
+is R², 1 − Σ (y − ŷ)² / Σ (y − ȳ)², with ȳ the mean of the training folds. Beside it stand
 
     majority    always the most frequent class of the training folds (0 for R²)
     shuffled    the same probe, fitted and tested on labels that are shuffled among the places, or among the prompts if
@@ -18,16 +18,16 @@ classes is the share of places that are right; with ``balanced=True`` every clas
 probe learned the label of each token by heart.
 
 p is the one-sided p value of the hypothesis that the activations of a prompt say nothing about its own labels: the
-labels of all its places go to another prompt together, and probes are fitted to them anew, `RESAMPLES` times. This test
-uses a ridge regression of the label, or of an indicator of each class, whatever the kind: its statistic is R² over all
-folds. Where prompts have different numbers of places, labels keep their relative place. ``p_holm`` is corrected over
-all rows of the table. Intervals are over prompts: of the ratio of sums by bootstrap, or Wilson's where every prompt is
-entirely right or wrong.
+labels of all its places go to another prompt together, and probes are fitted to them again, `RESAMPLES` times. This
+test uses a ridge regression of the label, or of an indicator of each class, whatever the kind: its statistic is R² over
+all folds. Where prompts have different numbers of places, labels keep their relative place. ``p_holm`` is corrected
+over all rows of the table. Intervals are over prompts: of the ratio of sums by bootstrap, or Wilson's where every
+prompt is entirely right or wrong.
 
 Pitfall: a label that is the same in all prompts, such as the position, leaves no labels to exchange; p is NaN.
 
 Pitfall: prompts from one template share what a probe can learn by heart. Name what they share with ``units=``: a column
-such as the template, whose values then are never in training and test at once.
+such as the template, whose values are then never in both training and test.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,7 +70,7 @@ def probe_table(
         kind, penalty: see `fit_probe`.
         folds: number of parts of the units, each of which is tested once; 2 or more.
         units: the column that is split and resampled: "prompt", or what prompts share.
-        balanced: whether every class counts alike.
+        balanced: whether every class counts equally.
         repeats: draws of shuffled labels, and of control tasks; 1 or more.
         seed: of folds, draws and intervals.
 
@@ -169,7 +169,7 @@ class _Test(NamedTuple):
         return float(np.mean([self.scored(x, y).score for y in labels])) if labels else float("nan")
 
     def p_value(self, x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], seed: int) -> float:
-        """The share of exchanges of labels between units, with none, that fit at least as well; see the module.
+        """The share of exchanges of labels between units, no exchange included, that fit at least as well.
 
         Probes have to be fitted again: an old probe and the labels that it was fitted to depend on each other, as every
         unit is in the training data of all others, and p values from its fixed predictions are too small.

@@ -1,7 +1,7 @@
 """Linear probes: fit one, predict with it, and use its direction as an intervention.
 
-With x an activation, standardized in every dimension for the two fitted by scikit-learn, a probe has one output for
-each class and predicts the largest one; a regression has one output, the prediction:
+Let x be an activation, standardized in every dimension for the two kinds that scikit-learn fits. A probe has one output
+for each class and predicts the class with the largest; a regression has one output, the prediction:
 
     logistic     softmax(W x + b), L2 penalty (scikit-learn's LogisticRegression)
     ridge        w · x + b of a label that is a number, L2 penalty (scikit-learn's Ridge)
@@ -10,7 +10,7 @@ each class and predicts the largest one; a regression has one output, the predic
     mass_mean    (μ_1 − μ_0) Σ⁻¹ · (x − (μ_0 + μ_1) / 2) of two classes, with Σ the covariance within classes (Marks &
                  Tegmark, 2310.06824); its *direction* is μ_1 − μ_0, as in "difference"
 
-All weights that a `Probe` holds are those of x as it is, with the standardization folded in.
+The weights of a `Probe` apply to x as it is; the standardization is folded in.
 
 Limitation: that a probe reads something does not mean that the model does. Steer along the direction
 or remove it (`Probe.steer`, `Probe.remove`), and do the same with `Probe.random`.
@@ -78,8 +78,8 @@ class Probe:
     def direction(self, toward: Any = None) -> Float[Tensor, " d"]:
         """The direction of a label, of unit length.
 
-        A regression's points to larger numbers, that of two classes to the second one (in sorted order). The class
-        `toward` is compared with the mean of the others.
+        For a regression it points to larger numbers, for two classes to the second one (in sorted order). For more, the
+        class `toward` is compared with the mean of the others.
 
         Raises:
             SettingError: several classes without `toward`, or an unknown class.
@@ -93,7 +93,8 @@ class Probe:
         return self.weights if self.kind in ("logistic", "ridge") else self.means
 
     def gap(self, toward: Any = None) -> float:
-        """How far apart the class means are along `direction`; of a regression, what raises the prediction by 1."""
+        """Distance of the class means along `direction`; for a regression, the distance that adds 1 to the
+        prediction."""
         along = self.direction(toward).numpy()
         if self.classes is None:
             return float(1 / (self.weights[0] @ along))
@@ -114,7 +115,7 @@ class Probe:
 
     @property
     def basis(self) -> Float[Tensor, "rank d"]:
-        """An orthonormal basis of the directions that distinguish the outputs, one fewer than classes at most."""
+        """An orthonormal basis of the directions that distinguish the outputs; at most one fewer than the classes."""
         vectors = self.weights if self.classes is None else self._vectors - self._vectors.mean(axis=0)
         _, size, rows = np.linalg.svd(vectors, full_matrices=False)
         return torch.from_numpy(rows[size > size.max() * 1e-5]).float()

@@ -48,8 +48,8 @@ class SpliceSAE(AtPositions):
         where, positions, steps: further restrictions, as in every intervention at positions.
 
     Raises:
-        SettingError: `sae` lacks a method; nothing would change; an unknown scope; and in the run, a feature that does
-            not exist, or activations of another size.
+        SettingError: `sae` lacks a method, nothing would change, or the scope is unknown; in the run, a feature does
+            not exist, or the activations have another size.
     """
 
     within_step: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class SpliceSAE(AtPositions):
         return places.around([(point, splice)])
 
     def changed(self, x: Tensor) -> Tensor:
-        """The new activations [place, d_in] of activations."""
+        """The activations [place, d_in] with the features changed."""
         features = self.sae.encode(x)
         if self.features is None:
             return _fitting(self.sae.decode(features), x)

@@ -1,4 +1,4 @@
-"""Interventions on the canvas: forced, remasked and renoised tokens, a text after the answer, and a token as a sink.
+"""Interventions on the canvas: forced, remasked and renoised tokens, text after the answer, and an extra sink token.
 
 Pitfall: a sampler plans how many positions it decides per step. Positions remasked in the last steps may stay masked;
 the answer then reports them (`Answer.masks`).
@@ -29,7 +29,7 @@ class ForceTokens(Intervention):
     In an autoregressive run a position is skipped until it is decoded; then the forced token replaces its token.
 
     Attributes:
-        tokens: position -> token id, or one for each prompt, None for those that keep their own; positions as in
+        tokens: position -> token id, or one id per prompt (None for a prompt that keeps its own token); positions as in
             ``positions=``, not counting padding.
     """
 
@@ -105,8 +105,8 @@ class Renoise(AtPositions):
 
     Attributes:
         positions, where: positions that are renoised; without both, all of the canvas. Positions that `where` finds in
-            several layers or heads count once, and those outside the canvas of the step stay as they are: sinks of the
-            prompt, in particular, without a warning.
+            several layers or heads count once. Those outside the canvas of the step, such as sinks of the prompt, stay
+            as they are, without a warning.
     """
 
     on_canvas: ClassVar[bool] = True
@@ -140,7 +140,7 @@ class Suffix(Intervention):
     not apply.
 
     Attributes:
-        text: text, for models with a tokenizer, or token ids; or a list of ids for each prompt, equally many.
+        text: text, for models with a tokenizer, or token ids; or one list of ids per prompt, all of the same length.
     """
 
     needs_run: ClassVar[str] = f"Suffix {CHANGES_CANVAS}"

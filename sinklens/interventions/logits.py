@@ -22,10 +22,10 @@ class MaskedLogits(Reader):
     """Keeps every step's logits at the masked positions and changes nothing; list it last to see all edits.
 
     Attributes:
-        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; for an autoregressive run
-            [batch, vocab], the logits of the token being decoded; of a model that changes its attention, the steps that
-            fill a block, at its masked positions. NaN where a cache policy computes none. A second run
-            replaces them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
+        kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending. In an autoregressive run,
+            [batch, vocab]: the logits of the token being decoded. In a model that changes its attention, only the steps
+            that fill a block, at its masked positions. NaN where a cache policy computes none. A second run replaces
+            them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
     """
 
     needs_run: ClassVar[str] = "a single pass returns its logits; use MaskedLogits in a run of several steps."

@@ -1,6 +1,6 @@
 """Interventions that hide keys from queries. All act on ``hook_attn_mask``, so attention stays fused.
 
-`MaskKeys` hides the keys of a rule, or all others; `MaskSinks`, `HideKeys` and `KeepKeys` are short for it. The
+`MaskKeys` hides the keys of a rule, or all others; `MaskSinks`, `HideKeys` and `KeepKeys` are shorthands for it. The
 additive mask of a hidden key is −∞, so under softmax the remaining attention of each query still sums to 1; a query
 with no key left has an all-zero row.
 
@@ -12,7 +12,7 @@ key/value cache. With ``queries="all"`` they are masked for every token of the p
 all of them (``use_cache=False``): the information that earlier tokens pass to the newest changes as well.
 
 Pitfall: a key that was masked at step t − 1 received no attention there, so it is not a sink, and at step t other keys
-are masked instead. With ``source=`` set to a run without masking, the sets are those of the unmasked model. A head
+are masked instead. With ``source=`` set to a run without masking, the keys are those of the unmasked model. A head
 whose pattern was all zero at step t − 1 has no strongest key, so none of its keys is masked.
 """
 
@@ -42,7 +42,7 @@ POINT = "attn.hook_attn_mask"
 
 @dataclass(frozen=True, kw_only=True)
 class MaskKeys(AtKeys):
-    """Hide keys from queries, or all keys but them and near ones.
+    """Hide keys from queries, or hide all keys except these and nearby ones.
 
     Query i no longer sees key j if j is one of the keys; with `keep`, unless j is one of them or |i − j| ≤ window.
 
@@ -139,8 +139,8 @@ def MaskSinks(
     If a detector finds nothing, the run is unchanged, bit for bit.
 
     Args:
-        top_k: number of keys per head; 1 without it, `detector` and `where`.
-        where: all keys there, at the same step, instead of those chosen by score; see `AtPositions`.
+        top_k: number of keys per head; 1 if none of `top_k`, `detector` and `where` is given.
+        where: hides all keys there, at the same step, instead of keys chosen by score; see `AtPositions`.
         queries: as in `MaskKeys`.
         steps, layers, heads: where it acts.
         positions: keys that may be chosen.
@@ -169,7 +169,7 @@ def KeepKeys(
     neighbors.
 
     Args:
-        top_k: number of keys kept per head; 8 without it, `detector` and `where`.
+        top_k: number of keys kept per head; 8 if none of `top_k`, `detector` and `where` is given.
         window: as in `MaskKeys`.
         where, steps, layers, heads, positions, **which: as in `MaskSinks`.
     """

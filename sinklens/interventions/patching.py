@@ -2,11 +2,11 @@
 
 Clean into corrupted or vice versa, by step, layer, head and position.
 
-A value is patched in *parts*: the positions that belong to one step. In a diffusion run that is all of the value. In an
-autoregressive run each query belongs to the step that first read its token, also when a later pass computes it again,
-so that patches are the same with and without a key/value cache. Where the values of the other run belong to the same
-columns, a mask says which of them are taken. Where ``source_positions=`` pairs positions, or the other run has another
-length, values are moved from position to position.
+A value is patched in *parts*, each with the positions that belong to one step. In a diffusion run, one part is the
+complete value. In an autoregressive run each query belongs to the step that first read its token, also when a later
+pass computes it again, so that patches are the same with and without a key/value cache. If the other run's values cover
+the same columns, a mask selects those to take. Where ``source_positions=`` pairs positions, or the other run has
+another length, values are moved from position to position.
 
 Pitfall: runs may compute different columns at a step, under a cache policy or with cached blocks. A value is read only
 where the columns of both are known to agree, or where the source has all columns.
@@ -45,15 +45,15 @@ class PatchHooks(AtPositions):
     them with `positions` or `where`, such as "masked".
 
     Attributes:
-        source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
-            many as this run has. If values cover all columns and a pass computes only some, the pass takes those.
+        source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. It has one row,
+            or as many as this run. If values cover all columns and a pass computes only some, the pass takes those.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         steps: steps of this run; by default those of `source`, all of which this run must have.
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
-        where: positions to patch that may differ by row, step, layer and head; see `AtPositions`. A key/value head has
-            those of any of its heads; a point without a head axis, those of any head of its layer.
+        where: positions to patch that may differ by row, step, layer and head; see `AtPositions`. A key/value head gets
+            the positions of all its query heads; a point without a head axis, those of all heads of its layer.
         source_positions: columns of the source's values to take, one for each of `positions`. By default the same
             columns, or if the source has another length, those with the numbers in `positions`.
 

@@ -67,8 +67,8 @@ class Places:
         layers, heads: as non-negative indices.
 
     Raises:
-        SettingError: the rule has no meaning in this run, or differs by layer at a point in none; or heads are named
-            at a point without a head axis.
+        SettingError: the rule has no meaning in this run, or differs by layer at a point outside the layers; or heads
+            are named at a point without a head axis.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Places:
     # --- hooks ---
 
     def around(self, acts: Pairs) -> Pairs:
-        """`acts` between the hooks that find places and those that keep the scores of a step for the next."""
+        """The hooks that find places, then `acts`, then the hooks that keep a step's scores for the next step."""
         if self._chooser is None or self._chooser.fixed:
             return acts
         return [(CANVAS, self._begin), *self._scores.first(), *acts, *self._scores.last()]
@@ -349,7 +349,7 @@ class AtPositions(Intervention):
             def edit(self, z, hook):
                 return self.factor * z
 
-    One that acts elsewhere than at one point of each layer, or that prepares itself for a run, defines `pairs` with
+    A subclass that acts anywhere but at one point of each layer, or that needs state for a run, defines `pairs` with
     `edits` or `Places`.
 
     Attributes:
@@ -448,7 +448,7 @@ def chosen_keys(
 
     Args:
         top_k, where, positions, which: the arguments.
-        usual: what `top_k` is where nothing else says which keys.
+        usual: value of `top_k` if no argument says which keys.
 
     Raises:
         SettingError: settings that exclude each other, or an unknown one.

@@ -111,7 +111,7 @@ class LabApp:
         return Response(page.frame(), media_type="text/html", headers=headers)
 
     async def describe(self, request: Request) -> Response:
-        """What the page can offer, and the history."""
+        """What the page offers, and the history of runs."""
         models = self._session.models
         return JSONResponse(
             {

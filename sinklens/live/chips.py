@@ -1,4 +1,4 @@
-"""Chips: the changes that one makes on the page, each of which is one intervention.
+"""Chips: the changes that a user makes on the page, each of which is one intervention.
 
 `CHIPS` is the only place that knows what a chip does. A chip becomes an `Expression`, the class of an intervention and
 its arguments; a run executes `Expression.build`, and "Copy as Python" prints `Expression.source`, so the two cannot
@@ -57,7 +57,7 @@ class Field:
     """A field of a chip.
 
     Attributes:
-        name, type: its name, and what its numbers count. "steps" is [first, last], both included.
+        name, type: its name, and the type of its value; "steps" is [first, last], both included.
         help: what it means.
         default: the value of a chip that leaves it out; None means "all" and is allowed only if `optional`.
         optional: whether None is allowed.

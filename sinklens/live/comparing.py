@@ -1,7 +1,7 @@
 """Two runs beside each other: where their canvases, sinks and distributions differ.
 
 Everything but the KL divergence is read from the runs as they were kept. The divergence needs logits, which no run
-keeps; both runs are repeated on their own canvases for them.
+keeps, so both runs are repeated on their own canvases.
 
 Caveat: two free runs work on different canvases after the first difference, and their divergence then includes its
 consequences. So it is also measured on the canvases of the first run, where each step shows its own change alone.
@@ -104,7 +104,7 @@ def divergences(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model:
 
 
 def fitting(outcomes: Sequence[RunOutcome], model: "Model", steps: int, rows: int) -> list[int]:
-    """Steps whose logits, of `rows` rows, fit into `ROOM`: all, or evenly spread ones."""
+    """The steps, all or evenly spaced ones, whose logits for `rows` rows fit into `ROOM`."""
     undecided = max(int(outcome.undecided[:steps].sum(axis=1).max()) for outcome in outcomes)
     each = 4 * model.cfg.d_vocab * max(1, undecided) * rows
     number = max(1, min(steps, ROOM // each))

@@ -1,4 +1,4 @@
-"""The events of a lab, as every tab sees them: one numbered list of which the newest are kept.
+"""The events of a lab, as every tab sees them: one numbered list, of which the lab keeps the newest.
 
 The model thread appends; each connection reads from the number that it has seen last. A connection that was away
 resumes there. If it was away for too long, or saw another server, the event ``reset`` says to load the session again.

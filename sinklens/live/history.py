@@ -67,12 +67,12 @@ class LabRun:
         spec: what was requested.
         status: "queued", "running", "done", "failed" or "cancelled".
         created: when, in seconds since 1970; 0 if its file cannot be read.
-        facts: parts of the summary that are known only later: of a run from a file those of `FACTS`, or ``error``.
+        facts: parts of the summary that are known only later: those of `FACTS` for a run from a file, or ``error``.
         live: the run under way.
-        stop: ends it before its next step, or before its first one; after its end, the trial of its heads.
+        stop: ends it before its next step, or before its first one; after the run, ends the trial of its heads.
         heads: state of its newest trial of heads (heads.py).
         removed: whether it was removed while it was running.
-        damaged: whether its file cannot be read; `spec` then says nothing.
+        damaged: whether its file cannot be read; `spec` then means nothing.
     """
 
     id: str
@@ -92,7 +92,7 @@ class LabRun:
         return self.status in ENDED and (self.facts.get("steps_run") or 0) > 0
 
     def summary(self) -> dict[str, Any]:
-        """The line of the history."""
+        """The run's entry in the history."""
         spec = self.spec
         prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
         task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}

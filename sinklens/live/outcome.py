@@ -39,7 +39,7 @@ class RunOutcome:
         sampler, settings: the sampler and its settings, with defaults filled in.
         attrs: attributes of the sink track: the run's provenance, and the text of its tokens.
         time: the noise level that the network read in each step; None for a network that reads none.
-        kinds: what the pass of each step was, in a model that changes its attention; empty for others.
+        kinds: the kind of each step's pass, in a model that changes its attention; empty for others.
     """
 
     canvas: Int[np.ndarray, "frame pos"]
@@ -148,7 +148,7 @@ class RunOutcome:
         """The outcome with this record and these arrays, which may be damaged or forged.
 
         Raises:
-            Refused: they do not fit together.
+            Refused: the record and the arrays do not match.
         """
         _check(record, arrays)
         parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}

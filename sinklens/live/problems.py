@@ -1,7 +1,7 @@
 """The problems of the tasks that ship with the package, as prompts of the lab; and the number that an answer states.
 
-Pitfall: only the number after ``####`` is one that an answer states. Any other may be part of a calculation, a unit or
-a name, so answers without the mark are compared as text.
+Pitfall: an answer states only the number after ``####``. Any other number may be part of a calculation, a unit or a
+name, so answers without the mark are compared as text.
 """
 
 from collections.abc import Sequence

@@ -6,9 +6,9 @@ folder (`Family.adapter`) acts in draft passes only and is not merged; see hooks
 
 Only plain LoRA is accepted, with modules that were trained in full (``modules_to_save``) and tokens whose embedding was
 trained (``trainable_token_indices``). An adapter's weights have the names of the authors' class, so the family's
-renames apply to them, and its fused weights are divided. Factors may have 8 bits.
+renames apply to them, and its fused weights are divided. Factors may be stored in 8 bits.
 
-Pitfall: an option of peft that is ignored would compute another model, so a key that is not known must be empty.
+Pitfall: to ignore an option of peft would silently change the model, so an unknown key must be empty.
 """
 
 import math
@@ -60,7 +60,7 @@ class Change(NamedTuple):
         places: where the transformers model keeps the weight.
         value: the factors, or what replaces the weight.
         scale: factor of the product.
-        turned: whether the weight is [in, out].
+        turned: whether the weight is stored as [in, out].
         rows: token ids, if the value replaces their rows alone, here and in the weights that are tied to this one.
     """
 
@@ -159,7 +159,7 @@ def read_lora(place: Path, family: Family, weights: Weights, empty: "PreTrainedM
 
 
 def _check_tied(config: dict[str, Any], found: Mapping[str, Change], empty: "PreTrainedModel", place: Path) -> None:
-    """Check that the adapter says which value each of the weights gets that the model ties to each other.
+    """Check that the adapter determines the value of every weight that the model ties to another.
 
     A product changes one of them, as in peft. A weight that was trained in full does so in some classes only: in
     LLaDA's, the head reads the trained embedding.

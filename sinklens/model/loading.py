@@ -7,8 +7,8 @@ half-loaded. transformers reads them (`from_pretrained` with the translated conf
 attention looks for it if no mask is passed. A class that decides this itself (`Family.class_attention`) keeps its
 flags.
 
-Silent failure that is refused: transformers' own `generate` decodes any model from left to right, even one that was
-trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
+Pitfall: transformers' own `generate` decodes any model from left to right without an error, even one that was trained
+to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,8 @@ def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, A
     """Arguments of `LoadRequest` for several models, as they apply to one of them.
 
     Returns:
-        Them, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask token.
+        The arguments, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask
+        token.
 
     Raises:
         CheckpointError: the checkpoint was not found, or its family is unknown or open.
@@ -248,7 +249,7 @@ def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
 def outline(
     name_or_path: str | Path, request: LoadRequest, device: str = "meta", dtype: torch.dtype | None = None
 ) -> Checkpoint:
-    """A checkpoint on the meta device: everything but its weights, which need not be there.
+    """A checkpoint on the meta device: everything but its weights, which may be missing.
 
     Args:
         device, dtype: as in `build_empty`.

@@ -1,9 +1,9 @@
-"""The tree of a model in a few lines: hook points beside the modules of transformers; layers that are alike are one.
+"""The tree of a model in a few lines: hook points beside the modules of transformers; equal layers are shown once.
 
 Columns: TransformerLens's name, transformers' name, the points there. A point that shows the output of a module of its
 own has that module in brackets.
 
-Pitfall: points that are switched off, and the aliases of those here, are not shown; see hooks/names.py.
+Pitfall: points that are switched off, and aliases of those shown, are left out; see hooks/names.py.
 """
 
 import re

@@ -45,7 +45,7 @@ def stored_places(
 
     Args:
         parameters: names and shapes of the model's parameters; pieces of a weight are in order.
-        fused: name of a stored weight -> the weights that it holds one after another, both from the last module on.
+        fused: name of a stored weight -> the weights that it holds one after another, as in `Family.fused`.
 
     Returns:
         Name of each stored weight, in transformers' naming -> its pieces in order.

@@ -124,13 +124,14 @@ class SinglePasses(TokenMethods, Root):
     ) -> Tensor:
         """The loss of `logits` [batch, pos, vocab], as with ``return_type="loss"``.
 
-        Autoregressive models: of each next token. Masked diffusion models: of the tokens behind the masks of a canvas,
-        the mean over the masked positions of each row and then over rows; hooks/losses.py gives the formula.
+        For autoregressive models, the loss of each next token. For masked diffusion models, the loss of the tokens
+        behind the masks of a canvas, averaged over the masked positions of each row and then over rows; hooks/losses.py
+        gives the formula.
 
         Args:
             tokens: the ids of the pass, [batch, pos].
             attention_mask: 1 on real tokens, 0 on padding.
-            per_token: return the loss of each token instead of their mean: [batch, pos - 1]; of a canvas [batch, pos],
+            per_token: return the loss of each token instead of their mean: [batch, pos - 1]; for a canvas [batch, pos],
                 0 where it is not masked.
             targets: for a canvas: the ids behind the masks.
 
@@ -144,7 +145,8 @@ class SinglePasses(TokenMethods, Root):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """nnsight's ``trace``: a trace block over one pass.
 
-        ``model.output`` in it is the logits; they are also ``model.output.logits``, as in a transformers model.
+        In the block, ``model.output`` is the logits, also available as ``model.output.logits``, as in a transformers
+        model.
 
         Raises:
             SettingError: an argument of nnsight's or TransformerLens's passes that has no meaning here.

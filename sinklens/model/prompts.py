@@ -1,12 +1,12 @@
 """Prompts as token ids: which inputs are accepted, and how they become one batch.
 
 A *prompt* is text, several texts, one or more rows of token ids, or a tokenizer's output. `PromptReader.read` returns
-its ids and which of them are *real* (not padding), without moving any. `PromptReader.encode` shifts the real tokens of
-every row to the right end, where a run appends its answer.
+its ids and which of them are *real* (not padding), with the padding left in place. `PromptReader.encode` shifts the
+real tokens of every row to the right end, where a run appends its answer.
 
 Silent failure: ids alone do not show which of them are padding. An array whose rows begin with the padding token is
-rejected unless it comes with an attention mask, or carries its padding as the ids of `Model.to_tokens` do. One whose
-rows end with that token may just end there; a pass over it gives a warning.
+rejected unless it comes with an attention mask, or carries its padding as the ids of `Model.to_tokens` do. Rows that
+end with that token may simply end there; a pass over them gives a warning.
 """
 
 import re
@@ -311,10 +311,11 @@ def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos
 
     Args:
         mask: 1 or True on real tokens, 0 or False on padding; a tensor, an array, or lists.
-        real: which of the ids are real so far. If `mask` is lists, they have the lengths of its unpadded rows.
+        real: which of the ids are real so far. A `mask` given as lists has the lengths of the unpadded rows.
 
     Raises:
-        PromptError: the shape differs, or the mask has other values, as an additive mask for attention scores has.
+        PromptError: the shape differs, or the mask has other values than 0 and 1, such as an additive mask for
+            attention scores.
     """
     lists = isinstance(mask, list | tuple) and all(isinstance(row, list | tuple) for row in mask)
     if lists and [len(row) for row in mask] == real.sum(dim=1).tolist():

@@ -36,14 +36,14 @@ def read(
     """The transformers model with its weights, on its device.
 
     Args:
-        folder, family, config: where its files are, its record, and the transformers config.
+        folder, family, config: where the files are, the family's record, and the transformers config.
         dtype: element type of what is not quantized.
         device_map: device or devices; None for the CPU.
         attention: the attention function that it runs.
         quantization: transformers' config with which full-precision weights are quantized while they are read.
 
     Raises:
-        CheckpointError: its quantizer cannot load it, or the files of a quantized checkpoint lack weights.
+        CheckpointError: the checkpoint's quantizer cannot load it, or a quantized checkpoint's files lack weights.
     """
     options: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
     hf, found = class_for(config, family).from_pretrained(

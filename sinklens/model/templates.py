@@ -28,7 +28,7 @@ def render(tokenizer: Any, turns: list[dict[str, str]], template: Any, name: str
     Args:
         template: None for the tokenizer's.
         name: of the template, for the error.
-        generates: whether the answer follows.
+        generates: whether the text ends with the header of the answer (``add_generation_prompt``).
 
     Raises:
         PromptError: the template failed, or exceeded a limit.

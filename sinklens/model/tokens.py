@@ -156,8 +156,8 @@ class TokenMethods:
     ) -> Int[Tensor, "batch pos"]:
         """Token ids of a prompt. Those of several texts are padded, and record which of them are real.
 
-        They can be copied, moved, sliced and passed wherever a prompt is accepted; each row then gives the values that
-        it gives alone. `encode` returns ids and marks separately.
+        They can be copied, moved, sliced and passed wherever a prompt is accepted; each row then gives the same values
+        as alone. `encode` returns ids and marks separately.
 
         Args:
             input: text, texts, or ids.
@@ -216,7 +216,7 @@ class TokenMethods:
         """The id of a text that is a single token.
 
         Raises:
-            PromptError: the text is several tokens.
+            PromptError: the text is not a single token.
         """
         ids = self.to_tokens(text, prepend_bos=False)[0].tolist()
         if len(ids) != 1:
@@ -247,7 +247,7 @@ class TokenMethods:
             padding_side: "left" or "right"; a single text has no padding.
 
         Raises:
-            PromptError: the token does not occur, the text is several tokens, or `mode` is invalid.
+            PromptError: the token does not occur, its text is not a single token, or `mode` is invalid.
         """
         require(
             mode in ("first", "last"),

@@ -23,7 +23,7 @@ class Choice:
     Attributes:
         of: the intervention.
         sizes: steps and positions of the run.
-        packed: by step, the mask [batch, layer, head, pos] with eight positions in a byte; nowhere at other steps.
+        packed: by step, the mask [batch, layer, head, pos] with eight positions in a byte; other steps have no places.
     """
 
     of: Any

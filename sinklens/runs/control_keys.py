@@ -23,14 +23,14 @@ class ControlKeys:
 
     Attributes:
         requested: number of keys that the controls control for.
-        picked: number of control keys; those of "same_mass" may be more.
+        picked: number of control keys, which may be larger for "same_mass".
     """
 
     requested: Int[Tensor, " batch"]
     picked: Int[Tensor, " batch"]
 
     def __getitem__(self, rows: slice) -> "ControlKeys":
-        """Those of some rows."""
+        """The counts of some rows."""
         return ControlKeys(self.requested[rows], self.picked[rows])
 
 
@@ -68,14 +68,14 @@ class ControlLog:
     """The counts of all controls of a run.
 
     Attributes:
-        part: the rows of the run that this log is for; of all rows if None.
+        part: the rows of the run that this log is for; None for all.
     """
 
     part: slice | None = None
     counts: list[ControlCount] = field(default_factory=list)
 
     def of_rows(self, rows: slice) -> "ControlLog":
-        """A log for some rows that counts for this one, too."""
+        """A log for some rows, whose counts also enter this log."""
         return ControlLog(rows, self.counts)
 
     def begin(self, label: str) -> ControlCount:

@@ -61,7 +61,7 @@ class RunContext:
         single: whether it is a single pass, which is a run of one step without a number.
         left_to_right: whether the run decodes from left to right.
         sums: the sink scores of the last step; whoever needs them adds to its `layers`. None in a single pass.
-        rows: rows of the batch of `sums` that are those of this context.
+        rows: the rows of this context in the batch of `sums`.
     """
 
     tree: "HookTree"
@@ -143,7 +143,7 @@ class HookSource(ABC):
             run: the context passed by `sinklens.trace` and `generate`; None for a single pass.
 
         Raises:
-            SettingError: a step, layer, head or position does not exist, or a single pass will not do.
+            SettingError: a step, layer, head or position does not exist, or a single pass is not enough.
         """
         if run is None and self.needs_run:
             raise SettingError(self.needs_run)
@@ -239,7 +239,8 @@ class Intervention(HookSource):
 class Reader(HookSource):
     """Reads a run and changes nothing; what it read of the last run is in its attributes.
 
-    List it last to see the edits of the others. It takes the restrictions of an `Intervention`, or refuses them.
+    List it last to see the edits of the others. A reader may take the restrictions of an `Intervention`; otherwise it
+    refuses them.
     """
 
     steps: Sequence[int] | None = None

@@ -163,7 +163,8 @@ class SinkRecorder:
         In an autoregressive run with a cache, values are joined to those of the steps before.
 
         Args:
-            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos], and the variables `more`.
+            canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos], and the variables listed in
+                `more`.
 
         Raises:
             SettingError: a `Quantity` returned other variables than it declares.

@@ -1,4 +1,4 @@
-"""Runs made elsewhere: canvases in a file, opened here under all hook points.
+"""Runs made elsewhere: their canvases are read from a file, and a model runs over them with all hook points.
 
 A fast engine, or another library, can store which tokens were on the canvas at every step. `replay` runs a model over
 these canvases, so everything that sinklens reads or changes in a run of its own is there too. The format is JSON Lines,
@@ -12,10 +12,10 @@ one object per run (that is, per row of a batch):
     sampler, settings, seed      optional: those of the run, under the names of sinklens
     model, source                optional: the model's name, and what made the run
 
-Positions count from the first token of the prompt. One of `undecided` and `mask_id` is needed; the first counts.
-`write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history`
-takes the lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and
-dLLM's samplers (``return_dict=True``) return.
+Positions count from the first token of the prompt. One of `undecided` and `mask_id` is needed; with both, `undecided`
+counts. `write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history` takes the lists of
+canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and dLLM's samplers
+(``return_dict=True``) return.
 
 Pitfall: the canvases alone do not say how an engine computed its steps. With approximate caches, quantization or
 another attention kernel its activations differed from those of a replay, which are those of the exact model.
@@ -173,16 +173,16 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
 
 
 def write_canvases(runs: Iterable[Generation | RecordedCanvases], path: str | Path) -> None:
-    """Write runs as JSON Lines, see the module; each row of a batch becomes a line."""
+    """Write runs as JSON Lines (see the module); each row of a batch becomes a line."""
     parts = [[run] if isinstance(run, RecordedCanvases) else recorded_canvases(run) for run in runs]
     write_file(path, "".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
 
 
 def read_canvases(path: str | Path) -> list[RecordedCanvases]:
-    """Read the runs of a file, see the module.
+    """Read the runs of a file in the format of this module.
 
     Raises:
-        CheckpointError: the file does not exist, or a line is no recorded run; the message names the line.
+        CheckpointError: the file does not exist, or a line is not a recorded run; the message names the line.
     """
     found = []
     for number, line in enumerate(read_text(Path(path), most=MOST_CANVASES).split("\n"), start=1):
@@ -216,14 +216,14 @@ def from_history(
     ==========================================  =========  ============
 
     Canvases that grow by blocks, as those of BD3LMSampler, get undecided positions up to the length of the last one.
-    Padding that completes the prompts' first block is found by the prompts.
+    Padding that completes the prompts' first block is recognized with the help of `prompts`.
 
     Args:
         history: the canvases.
         prompts: token ids of each row's prompt, without padding.
         mask_id: the mask token.
-        has_start: whether the first canvas is the one before the first step, or the one after it. The canvases do not
-            say so, since a step may decide nothing.
+        has_start: whether the first canvas is the one before the first step, or the one after it. The canvases alone do
+            not show which, since a step may decide nothing.
         padding_side: where shorter rows are padded.
         source: what made the run.
 
@@ -268,7 +268,7 @@ def replay(
     progress: bool | None = None,
     **settings: Any,
 ) -> Generation:
-    """Run a model over the canvases of a recorded run; all points, hooks and interventions are those of `generate`.
+    """Run a model over the canvases of a recorded run, with the points, hooks and interventions of `generate`.
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.

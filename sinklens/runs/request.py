@@ -1,7 +1,7 @@
-"""What a run is asked to compute, as `trace`, `generate` and what builds on them pass it on.
+"""The arguments of a run, as `trace`, `generate` and the functions built on them pass them on.
 
-Pitfall: a request knows no model. What depends on one, such as the settings of its sampler, is checked when `Denoising`
-reads the request.
+Pitfall: a request is made without a model. What depends on the model, such as the settings of its sampler, is checked
+when `Denoising` reads the request.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class RunRequest:
     """The arguments of one run, checked; `generate` says what each means.
 
     Attributes:
-        hooks: as a tuple; one intervention stands for a list of it.
+        hooks: as a tuple; a single intervention stands for a list of one.
         settings: the sampler's settings as given, and the sampler's name if one is chosen.
         copies: how many times the prompts are repeated in the batch, one complete copy after another.
 
@@ -58,7 +58,7 @@ class RunRequest:
 
 
 def hook_list(hooks: Hooks) -> list[Any]:
-    """`hooks` as a list; one intervention stands for a list of it.
+    """`hooks` as a list; a single intervention stands for a list of one.
 
     Raises:
         HookNameError: it is neither an intervention nor a list.

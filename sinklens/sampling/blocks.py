@@ -182,7 +182,7 @@ class BlocksOfRows(Blockwise):
         return super().derived() | {"blocks": self.blocks or -(-self.gen_length // self.block_length)}
 
     def fitted(self, prompt_lengths: Sequence[int]) -> "BlocksOfRows":
-        """With the number of blocks of the row that has most."""
+        """These settings, with the number of blocks of the row that has most."""
         size = self.block_length
         return replace(self, blocks=max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths))
 
@@ -215,7 +215,7 @@ class Passes(BlocksOfRows):
         return self.blocks * min(self.denoising_steps, self.block_length)
 
     def progress(self, state: State) -> BlockProgress:
-        """Every block has all passes, also where it holds a part of the prompt."""
+        """The progress of a run at its start; every block has all passes, even one that holds a part of the prompt."""
         return BlockProgress(state, lambda masked: self.even_shares(self.block_length), self.stop_ids(state))
 
     def even_shares(self, positions: int) -> list[int]:

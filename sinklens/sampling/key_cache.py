@@ -208,14 +208,14 @@ class PolicyCache(KeyCache):
     """The cached keys and values of one run under a policy.
 
     Args:
-        answer: columns of the answer, the block of a sampler that has none.
+        answer: columns of the answer, which count as the block of a sampler without blocks.
 
     Attributes:
         policy: the policy.
         layers: number of layers.
         block: columns of the active block.
         fresh, gone: the plan of the current step.
-        decidable: positions that the plan computes, with what predicts them.
+        decidable: positions that the plan computes together with the position that predicts them.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 
 The text grows block by block; the first block begins where the prompt ends. *Prefill* reads the prompt, *denoise* steps
 fill a block that sees the text before it and all of itself, and *commit* reads the finished block again: its keys are
-those that later passes see. Prefill and commit are causal, so the last of their logits predict the next block's first
-token, its *seed*. With `causal_context=False` they see their prompt or block in both directions and predict nothing.
+those that later passes see. Prefill and commit are causal, so their last logits predict the next block's first token,
+its *seed*. With `causal_context=False` they see their prompt or block in both directions and predict nothing.
 
-With a cache, a pass computes only the columns after the text that was read, in other runs all columns up to the end of
+With a cache, a pass computes only the columns after the text that was read; without one, all columns up to the end of
 its block. The tokens are the same. A changed token among those that were read empties the cache.
 
 Pitfall: attention of finished text does not depend on the pass that reads it. A query of a finished block never sees
@@ -83,7 +83,7 @@ class ModeSteps:
         return (self._columns >= columns.start) & (self._columns < columns.stop)
 
     def kind(self, mode: Mode, block: range, adapted: bool = False) -> PassKind:
-        """What a pass that ends with `block` is; for "prefill" the block is the prompt."""
+        """The kind of a pass that ends with `block`; for "prefill" the block is the prompt."""
         if not self._causal:
             start, stop, size = self._state.prompt_length, block.stop, self._settings.block_length
             return PassKind(mode, (range(start), *(range(at, at + size) for at in range(start, stop, size))), adapted)
@@ -122,8 +122,8 @@ class ModeSteps:
         """A step that proposes a token at every masked position of a block and writes those that `choose` accepts.
 
         Args:
-            choose: confidences, −inf where nothing is proposed, and where the block is -> True where the proposal is
-                accepted.
+            choose: a function of the confidences (−inf where nothing is proposed) and of the mask of the block, which
+                returns True where the proposal is accepted.
             adapted: whether the checkpoint's adapter acts on the block.
             by_entropy: as in `proposals`.
         """

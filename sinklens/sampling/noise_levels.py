@@ -101,7 +101,7 @@ class FallingTime(Steps):
         """The weights of a step's draw at the masked positions; the mask's are not read in the closing step."""
 
     def draws(self, times: StepTime) -> bool:
-        """Whether the step draws; otherwise it takes the largest weight."""
+        """Whether the step draws its tokens; otherwise it takes those with the largest weight."""
         return True
 
 

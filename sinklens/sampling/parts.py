@@ -92,8 +92,8 @@ class ByConfidence(Sampler):
     """Proposals that are chosen by their confidence.
 
     Attributes:
-        confidence_dtype: precision of probabilities and of the confidences that follow from them, which thresholds are
-            compared in: "float64", "float32", or "model", that of the model's logits. Most published scripts use
+        confidence_dtype: precision of probabilities, of the confidences that follow from them, and of comparisons with
+            thresholds: "float64", "float32", or "model", that of the model's logits. Most published scripts use
             "model"; in bfloat16 it makes many confidences equal.
     """
 
@@ -124,7 +124,7 @@ class Guided(ByConfidence):
     """Tokens drawn by Gumbel noise under classifier-free guidance; the most confident, or random ones, are kept.
 
     Attributes:
-        temperature: randomness of the proposed tokens; 0 takes the most likely. Here, of Gumbel noise in float64.
+        temperature: randomness of the proposed tokens; 0 takes the most likely. It scales Gumbel noise in float64.
         cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
         remasking: which proposals stay masked: the least confident, or random ones.
     """
@@ -237,7 +237,7 @@ class Drawn(Nucleus, ByConfidence):
     ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
         """The canvas with a token drawn at every True of `where`, and the confidence of each; see `confidence`.
 
-        At temperature 0 the tokens are the most likely ones. On the way are ``denoise.hook_logits``,
+        At temperature 0 the tokens are the most likely ones. The values pass ``denoise.hook_logits``,
         ``denoise.hook_candidates`` and ``denoise.hook_confidence``.
 
         Args:

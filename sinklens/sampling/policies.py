@@ -2,15 +2,15 @@
 
     run = sinklens.generate(model, prompt, cache=DualCache())
 
-`NoCache` computes everything, the default. Every other policy approximates: compare it with the exact run. What each
-approximates stands at its class. A policy of your own is a `Policy` (key_cache.py) with the method `plan`; an entry in
+`NoCache`, the default, computes everything. Every other policy approximates: compare it with the exact run. Each class
+says what it approximates. A policy of your own is a `Policy` (key_cache.py) with the method `plan`; an entry in
 `POLICIES` gives it a name where objects cannot be written, as on the command line: "dual", or "keep-sinks:4" with an
 argument.
 
-Pitfall: a name selects a policy with its default arguments but one; write the object to set others.
+Pitfall: a name can set only one argument of its policy; write the object to set others.
 
-Pitfall: of a sampler without blocks the answer is the block, so a policy's complete step at the beginning of each block
-is the first of the run alone.
+Pitfall: for a sampler without blocks, the answer is the only block, so the complete step at the beginning of each block
+is the first step of the run alone.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class PrefixCache(Policy):
 
     Fast-dLLM's prefix cache (Wu et al., 2505.22618, v1 of the code). What it approximates: a reused entry belongs to
     the canvas of the block's first step, where the block was still masked, so the entries of the prompt and of earlier
-    blocks do not know the tokens that the block has got since then.
+    blocks do not reflect the tokens decided in the block since then.
     """
 
     def plan(self, history: History) -> Bool[Tensor, " pos"]:
@@ -80,7 +80,7 @@ class DelayedCache(Policy):
     "un_right". Its other two rules skip positions that a policy here must compute: "right" (only j is written) skips
     those that predict undecided ones, and "un" (only j + 1 is written) skips undecided ones.
 
-    What it approximates: a reused entry knows the tokens that were written up to the step after its own, but no later
+    What it approximates: a reused entry reflects the tokens written up to the step after its own token, but no later
     ones. The published code needs rows with equally many decided positions; here each row reuses its own.
 
     Attributes:
@@ -119,7 +119,7 @@ class Refresh(Policy):
         object.__setattr__(self, "reads_scores", self.within.reads_scores)
 
     def plan(self, history: History) -> Tensor:
-        """The inner plan, or everything."""
+        """The plan of `within`, or everything."""
         if history.step_in_block % self.every == 0:
             return torch.ones_like(history.undecided)
         return self.within.plan(history)
@@ -139,7 +139,7 @@ class KeepSinks(Policy):
 
     Attributes:
         detector: what a sink is; it may read the scores only.
-        k: at most this many sinks per layer, those whose strongest head is strongest; None for all that are found.
+        k: at most this many sinks per layer, those that are strongest in any head; None for all that are found.
         others: what happens to the other positions outside the block: "stale" (sinks are fresh) or "gone" (sinks are
             stale).
         negated: exchange sinks and others; write ``~KeepSinks(...)``.
@@ -221,7 +221,7 @@ class Planned(Policy):
         return f"Planned({list(self.table.shape)})"
 
     def plan(self, history: History) -> Tensor:
-        """The entries of the step.
+        """The table's entries for the step.
 
         Raises:
             SettingError: the table has no such step.

@@ -8,9 +8,9 @@ ancestral sampling.
 How much noise there is at time t: a token is still the clean one with probability α(t) = 1 − 0.999 t; the network reads
 σ = −log α. The subclass says what noise is: a mask or a random token.
 
-The published code has two rules that look like mistakes and are kept: "max-rescale-E" multiplies by E twice, and the
-number in "constant-remdm-0.02" is what follows the last hyphen. It fails if a mode that needs two times gets a segment
-of one; here κ is 1 at that time.
+The published code has two rules that look like mistakes and are kept: "max-rescale-E" multiplies by E twice, and
+"constant-remdm-0.02" takes its number from the text after the last hyphen. The published code fails if a mode that
+needs two times gets a segment with only one; here κ is 1 at that time.
 
 Pitfall: with the default fractions of 0, only `low_mode` has an effect.
 """
@@ -66,7 +66,7 @@ class PsiSampler(Steps):
             published code, p_nucleus.
         eps: the last time, above 0.
         time_profile: "linear"; or "linear-constant-linear-C", from 1 to C in the first `high_frac` of the times, then C
-            in `middle_frac` of them, then to `eps`. C is a time, with "-inv" behind it a share of clean tokens.
+            in `middle_frac` of them, then to `eps`. C is a time, or with the suffix "-inv" a share of clean tokens.
         high_mode, middle_mode, low_mode: κ in the first, the middle and the last times: "pure-posterior" (1), "pure-pc"
             (0), "constant-E" (E), and 1 − v / (1 − α(s)) with v = min(E, (1 − α(s)) / α(t)) for "max-capped-E", E times
             that for "max-rescale-E" and E for "constant-remdm-E". The last time of each part then has κ = 1.

@@ -45,16 +45,17 @@ class State:
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
-        tied: how many positions the last step chose among equals in each row, see `commit`.
+        tied: how many positions the last step chose in each row by breaking a tie; see `commit`.
         logits_dtype: dtype of the last step's logits as the model computed them.
         active: rows that the current step works on. The others have finished their block, their canvas or their answer
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
         time: noise level of each row, for a network that reads it; its sampler sets it before `begin_step`.
-        window: positions that the step's passes see, for a sampler whose passes see a part of the text; it sets them
-            before `begin_step`, and decides no others. Positions are counted from the window's first. None for all.
-        kind: what the next pass is, in a model that changes its attention; its sampler sets it before each yield. None
-            for a step of a model that does not.
+        window: positions that the step's passes see, for a sampler whose passes see a part of the text. The sampler
+            sets it before `begin_step` and decides no position outside it. Positions are then counted from the window's
+            first. None for all.
+        kind: the kind of the next pass, in a model that changes its attention; its sampler sets it before each yield.
+            None for other models.
     """
 
     tree: HookTree
@@ -124,7 +125,7 @@ class State:
 
         Args:
             block: columns of the active block, for a cache; None for a sampler that decides anywhere in the answer.
-            stop: where the text ends that ``denoise.hook_canvas`` shows; None for the complete canvas.
+            stop: end of the text that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
         self.step_undecided = self.undecided
         self.tied = torch.zeros_like(self.tied)
@@ -200,7 +201,7 @@ class State:
 
         Args:
             best_by: the confidence by which `chosen` holds the best of the proposals, to count those that were chosen
-                among equals; None if they were chosen otherwise.
+                by breaking a tie; None if they were chosen otherwise.
             fill: end rows at their end token; see `filled`.
             undecided: as in `end_step`; by default those of the step without the committed ones.
         """
@@ -284,7 +285,7 @@ class State:
 
         The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched, or a trace block
         waits for the head itself. With `cfg_scale` w > 0 the batch of the pass is the conditional rows followed by the
-        same rows with the prompt masked, or the positions `given`, and the logits are un + (w + 1)(cond − un). With
+        same rows with the prompt (or the positions `given`) masked, and the logits are un + (w + 1)(cond − un). With
         `keys`, ``denoise.hook_logits`` covers the window that the step computes, and `where` may be True only at
         `computed` positions. Without them, and while nothing is watched, rows without a True in `where` are left out of
         the pass.
@@ -402,7 +403,7 @@ class State:
         canvas: Int[Tensor, "batch pos"],
         probs: Callable[[], Tensor],
     ) -> Int[Tensor, "batch pos"]:
-        """`propose` where the step decides without confidence: the canvas; `probs` is called if somebody reads it."""
+        """The canvas of `propose`, for a step that decides without confidence; calls `probs` only if it is read."""
         proposed, candidates = self.propose(where, drawn, canvas)
         self.show_confidence(where, lambda: probability(probs(), candidates))
         return proposed
@@ -414,7 +415,7 @@ class State:
         return at(self.tree.denoise.hook_confidence, _spread(where, confidence))
 
     def show_confidence(self, where: Bool[Tensor, "batch pos"], confidence: Callable[[], Tensor]) -> None:
-        """`spread_confidence` where the step decides without it; computes it only if somebody reads it.
+        """`spread_confidence` where the step decides without it; computes it only if it is read.
 
         Raises:
             ReadOnlyHookError: a hook or trace block changed it.

@@ -10,8 +10,8 @@ the scores of one pattern sum to S, the number of real tokens. The *unit* says h
   queries see early keys than late ones, which alone makes their sums larger; for bidirectional models it equals
   "fraction". Not available for block-causal models. Masks set by hooks are ignored.
 
-Of a block-causal run with a cache, a step's scores are sums over the queries that the step computed (its block), so
-they sum to the number of these queries, and only "sum" is available. They do so under a cache policy, too; there
+In a block-causal run with a cache, a step's scores are sums over the queries that the step computed (its block). They
+sum to the number of these queries, and only "sum" is available. The same holds under a cache policy, except that
 ``fresh`` says which positions a step computed, and the other units divide by the number of its queries.
 
 Pitfall: with ε = 3 (the paper's) and unit "fraction" nothing can be a sink, since no fraction exceeds 1. The paper does
@@ -96,7 +96,7 @@ class TrackData:
 
     @property
     def modes(self) -> list[Mode]:
-        """What the pass of each step was, as in `ForwardPass.mode`; rows of one batch share their passes."""
+        """The kind of each step's pass, as in `ForwardPass.mode`; rows of one batch share their passes."""
         if "mode" not in self.data:
             return ["causal" if self.causal else "denoise"] * self.steps
         codes = self.data["mode"].max("batch")  # -1 where a run of several tracks ended earlier
@@ -143,8 +143,8 @@ class TrackData:
     def on_canvas(self) -> xr.DataArray:
         """True on the positions whose queries the step computed, [batch, step, pos].
 
-        These are all positions, except in a run with canvases of random tokens, where they are the canvas of the step
-        and all other scores are those of the text before it: ``track.scores().where(~track.on_canvas)``.
+        These are all positions, except in a run with canvases of random tokens. There they are the canvas of the step,
+        and the other scores, ``track.scores().where(~track.on_canvas)``, belong to the text before it.
         """
         exists = (self.data["token_id"] >= 0) & self.data["is_real"]
         length = self._canvas_length

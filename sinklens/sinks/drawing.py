@@ -93,7 +93,7 @@ def step_ticks(axis: "Axis", steps: Int[xr.DataArray, " step"]) -> None:
 
 
 def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str:
-    """The layer and head by their numbers in the model; a part of a track keeps these."""
+    """The layer and head by their numbers in the model; a part of a track keeps these numbers."""
     which = [
         f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
         for name, place in (("layer", layer), ("head", head))
@@ -102,5 +102,5 @@ def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str
 
 
 def model_name(track: TrackData) -> str:
-    """The model of a track, without parent folders."""
+    """The name of a track's model, without parent folders."""
     return short(str(track.data.attrs.get("model", "")))

@@ -105,7 +105,7 @@ def static_share(track: SinkTrack) -> Float[xr.DataArray, " batch"]:
 
 
 def static_sinks(found: xr.DataArray, exists: xr.DataArray) -> Float[xr.DataArray, " batch"]:
-    """Of the (layer, head, position) that are a sink at some step, the share that are at every step where they exist.
+    """Of the (layer, head, position) that are ever a sink, the share that are one at every step where they exist.
 
     Args:
         found: the sinks, as returned by ``track.detect``, bool [batch, step, layer, head, pos].
@@ -114,7 +114,7 @@ def static_sinks(found: xr.DataArray, exists: xr.DataArray) -> Float[xr.DataArra
     NaN where no sink was found.
 
     Raises:
-        TrackError: `found` and `exists` do not belong together.
+        TrackError: `found` and `exists` belong to different tracks.
     """
     found = _sinks(found, exists)
     ever = found.any("step")
@@ -136,7 +136,7 @@ def lifetimes(found: xr.DataArray, exists: xr.DataArray) -> "DataFrame":
         and ``censored``, True where it lasts until the row's last step, so that its true length is unknown.
 
     Raises:
-        TrackError: `found` and `exists` do not belong together.
+        TrackError: `found` and `exists` belong to different tracks.
     """
     found = _sinks(found, exists)
     sinks = found.to_numpy()
@@ -166,7 +166,7 @@ def overlap(found: xr.DataArray, exists: xr.DataArray, along: str = "step") -> F
             heads of a layer except those with two empty sets, [batch, step, layer].
 
     Raises:
-        TrackError: an unknown `along`; or `found` and `exists` do not belong together.
+        TrackError: an unknown `along`; or `found` and `exists` belong to different tracks.
     """
     require(along in ("step", "layer", "head"), f"along must be step, layer or head; got {along!r}.", TrackError)
     found, alive = _sinks(found, exists), exists.any("pos")

@@ -32,10 +32,10 @@ class Record:
             Under a cache policy, rows of queries that the step did not compute are NaN.
         out: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
-        queries: the scores of a step sum over these queries only, a boolean array [batch, step, pos]; None for all. For
-            sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
-            then has ``computed``, these queries, and units divide by their number. Hooks that read
-            ``hook_sink_scores`` get these sums, too. For bidirectional models, without a cache policy.
+        queries: a boolean array [batch, step, pos]; the scores of a step sum over these queries only. None for all. For
+            the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track then holds
+            these queries as ``computed``, and units divide by their number. Hooks that read ``hook_sink_scores`` get
+            these sums, too. For bidirectional models, without a cache policy.
         reduce: a function that gets the steps, a few at a time, as a `SinkTrack`; the run then keeps neither a track
             nor `chosen`, and its memory does not grow with the number of steps. Not with `out`.
 

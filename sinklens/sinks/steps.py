@@ -87,7 +87,7 @@ class ReducedSteps(Steps):
         self._reduce = reduce
 
     def append(self, step: Mapping[str, np.ndarray]) -> None:
-        """Add the step; hand over those before it, if together they are too many."""
+        """Add the step; hand over those before it if together they exceed `AT_ONCE` bytes."""
         if sum(value.nbytes for held in [*self._steps, step] for value in held.values()) > AT_ONCE:
             self.flush()
         super().append(step)

@@ -1,8 +1,8 @@
 """Zarr folders that grow: a track by steps, activations by places.
 
-A `Store` is a group of named variables with named axes; plain xarray opens it, too. It grows along one axis, and what
-counts of it is an attribute of the group, which is written last. So a writer that is killed at any moment leaves a
-store that opens with what counted before, and the next one overwrites the rest. No file that a store needs is ever
+A `Store` is a group of named variables with named axes; plain xarray opens it, too. It grows along one axis. How much
+of it counts is an attribute of the group, which is written last. So a writer that is killed at any moment leaves a
+store that opens with what counted before, and the next writer overwrites the rest. No file that a store needs is ever
 missing: every chunk is a file, even if it holds nothing.
 
 Zarr has no bfloat16. Such numbers are rounded to bfloat16 and stored as float32, whose last two bytes are then zero and
@@ -158,7 +158,7 @@ class Store:
 
 
 class TrackStore(Store):
-    """A track of one run, or of several as one batch; every step is a chunk, so it is read alone."""
+    """A track of one run, or of several as one batch; every step is a chunk, so one step can be read alone."""
 
     form, made, along = "sinklens track 3", "track.save(path)", "step"
 

@@ -1,8 +1,9 @@
 """The strongest keys of a kind of token, and only where they are sinks, or only where they are not.
 
 Every head has a strongest key at every step; it is a sink only where it stands out. A key can be strong because of what
-its token says: a digit that an answer has to copy is attended to for its content. `StrongestKeys` selects by both, so
-that a study can separate them. Names of states and kinds (``only=``) are as in `sinklens.interventions.MaskSinks`.
+its token says: a digit that an answer has to copy is attended to for its content. `StrongestKeys` selects by token and
+by sink, so that a study can separate the two. Names of states and kinds (``only=``) are as in
+`sinklens.interventions.MaskSinks`.
 
 Pitfall: the strongest digit of a head may be its fifth strongest key. Its rank among all keys, and how often it is a
 sink, differ between kinds; with ``overall=True`` only keys of the same rank are compared.

@@ -82,9 +82,14 @@ def _checked(found: Mapping[str, Any], fields: Sequence[str], where: str) -> Dat
 
 
 def read_published(path: Path | None, names: tuple[str, ...], source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
-    """The records of a published data set: of a file, of the first of `names` in a folder, or of the hub if `path` is
-    None; raises like `read_file` and `read_hub`, and TaskError if the folder contains none of `names`.
-    """  # fmt: skip
+    """The records of a published data set.
+
+    Args:
+        path: a file, or a folder with a file of one of these `names`; None for the hub.
+
+    Raises:
+        TaskError: the folder has no such file; see also `read_file` and `read_hub`.
+    """
     if path is None:
         return read_hub(source, fields)
     files = [path / name for name in names if (path / name).is_file()] if path.is_dir() else [path]

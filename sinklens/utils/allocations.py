@@ -2,10 +2,10 @@
 
 Inside `without_memory`, PyTorch makes *fake tensors*: they have shape, type and device, and no storage, so a model of
 any size can be built and called on them. `LiveBytes` adds up the storages that exist at a time; on fake tensors it
-counts what real ones would take. Both see every operation, whatever called it.
+counts what real ones would take. Both act on every operation, whatever code calls it.
 
 Pitfall: a fake tensor has no values. Code that asks for one (``if value.any()``) raises an error, so a pass can be
-tried, and a sampler's loop cannot. What a kernel allocates for itself is not seen either.
+tried, but a sampler's loop cannot. What a kernel allocates for itself is not seen either.
 """
 
 import weakref
@@ -37,10 +37,10 @@ def without_memory() -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that the operations inside the block make and that still exist.
+    """Counts the bytes of the storages that operations inside the block created and that still exist.
 
     Args:
-        known: tensors that exist before the block, such as weights; views of them count nothing.
+        known: tensors that exist before the block, such as weights; views of them are not counted.
 
     Attributes:
         now: bytes of the storages that exist.

@@ -55,7 +55,7 @@ ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=
 
 @dataclass(frozen=True)
 class Words:
-    """What the values of a type are in an error, in `Annotated`, where the type alone says too little.
+    """How an error describes the values of a type; in `Annotated`, where the type alone says too little.
 
     Attributes:
         text: completes "must be".

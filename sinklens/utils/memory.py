@@ -51,8 +51,8 @@ def release() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect no garbage inside the block: where many lasting objects are made, the collector walks all of them again
-    and again. Reference counts free everything but cycles as usual.
+    """Pause the garbage collector inside the block: while many lasting objects are made, it would scan all of them
+    again and again. Reference counts still free everything but cycles.
     """
     running = gc.isenabled()
     gc.disable()

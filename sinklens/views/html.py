@@ -34,7 +34,7 @@ class PageFiles:
 
     Attributes:
         template: name of the HTML file, without extension.
-        styles, scripts: files inserted into it.
+        styles, scripts: files inserted into the template.
         frame: a document shown in a frame of this one.
     """
 

@@ -4,10 +4,10 @@ The page opens offline: it contains its numbers as deflated typed arrays, and Ci
 is computed in Python (report_data.py): the strongest key of every step and head, the sinks, the layer × head map. The
 page only draws it.
 
-A page has a size budget. Attention patterns are stored in eight bits; for the chosen steps, as many layers are included
-as surely fit, beginning with that of the most moving head. If even that one does not fit, neighboring positions are
-merged into blocks that show their largest value. Scores of a long run of a large model are cut as well, first by
-layers, then by steps. The page says what was left out.
+A page has a size budget. Attention patterns are stored in eight bits; for the chosen steps, the page includes as many
+layers as are sure to fit, beginning with that of the most moving head. If even that one does not fit, neighboring
+positions are merged into blocks that show their largest value. Scores of a long run of a large model are cut as well,
+first by layers, then by steps. The page says what was left out.
 
 Caveat: scores on the page are rounded, by at most about √(score · peak) / 65535 (/ 255 in large runs), with the head's
 largest score as peak. Sinks and strongest keys are determined before rounding, so of two positions that look equal one

@@ -1,8 +1,9 @@
 """Selects what fits into a page of limited size.
 
-Scores come first, with at most `SCORES_SHARE` of the room: every page holds the canvas, the paths and the mean over all
+Scores come first, with at most `SCORES_SHARE` of the size: every page holds the canvas, the paths and the mean over all
 heads; maps of complete layers are added while they fit. If not even one layer fits, steps are left out. Attention
-patterns get the rest: by default those of as many layers as surely fit, at least one; they are pooled until they fit.
+patterns get the rest: by default those of as many layers as are sure to fit, at least one; they are pooled until they
+fit.
 
 Limitation: how far a pattern compresses is known only by trying. A very small budget is rejected only after the
 patterns have been computed.
@@ -105,7 +106,7 @@ class Patterns:
 
     Attributes:
         block: number of neighboring positions merged; 1 means no merging.
-        sides: number of positions or blocks along an edge, by place.
+        sides: by place, the number of positions or blocks along an edge of the pattern.
         blocks: HTML blocks of the page.
         why: why there are no patterns.
     """

@@ -65,7 +65,7 @@ def score_exactly(model: Model, pairs: Sequence[PromptAnswer], most: int | None)
 def score_forced(
     model: Model, pairs: Sequence[PromptAnswer], hooks: Sequence[Any], seed: int, most: int | None
 ) -> list[Likelihood]:
-    """Score the pairs in runs under `hooks` that are forced to write the answers, at most `most` in a run.
+    """Score the pairs, at most `most` at a time, by runs under `hooks` that are forced to write the answers.
 
     Raises:
         SettingError: an answer holds an end token before its end, where a run ends.

@@ -4,9 +4,9 @@ A block-causal model is evaluated block by block: earlier blocks of the answer a
 and later blocks, which the block would not see, are left out. The bound is the sum over the blocks. If a block begins
 with tokens of the prompt, only its answer tokens are noisy. Rows share the blocks before their own (hooked_pass.py).
 
-If a noisy answer is drawn twice, with the same tokens masked and at the same noise level if the network reads it, it is
-computed once. The rows of a batch have as many tokens from the prompt's end, or from where sharing ends; only what
-precedes them is padded.
+A noisy answer that is drawn twice (with the same tokens masked and, if the network reads it, the same noise level) is
+computed once. All rows of a batch have the same number of tokens after the prompt, or after the shared blocks; only
+what precedes these tokens is padded.
 """
 
 from collections.abc import Iterator, Sequence

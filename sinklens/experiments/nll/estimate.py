@@ -1,13 +1,13 @@
-"""`likelihood`: log p of an answer given its prompt, or a bound of it, under hooks or without.
+"""`likelihood`: log p of an answer given its prompt, or a bound on it, with or without hooks.
 
-Autoregressive models give it exactly. Masked diffusion models give a lower bound, estimated from random masks of the
-answer or computed from all of them. MDLM, BD3-LM, SEDD, Duo and GIDD give their published bounds, estimated
-from random times and noise (noise.py). DiffusionGemma gives neither: its canvas holds random tokens, its passes are
-conditioned on the logits of the step before, and no procedure has been published.
+For autoregressive models it is exact. Masked diffusion models give a lower bound, estimated from random masks of the
+answer or computed from all of them. MDLM, BD3-LM, SEDD, Duo and GIDD give their published bounds, estimated from random
+times and noise (noise.py). DiffusionGemma gives neither: its canvas holds random tokens, its passes are conditioned on
+the logits of the step before, and no procedure has been published.
 
 A text pair is tokenized together and then divided, as in lm-evaluation-harness: spaces at the end of the prompt belong
-to the answer. The prompt gets as many tokens as it has alone; the others are the answer's. If prompt and answer share a
-token, the division falls before or after it, and the prompt differs from the one that a run would get.
+to the answer. The prompt keeps the number of tokens that it has alone; the rest are the answer's. If prompt and answer
+share a token, the division falls before or after it, and the prompt differs from the one that a run would get.
 
 Pitfall: a pass over a masked answer has no previous step. Interventions that need one are refused, because they would
 fail silently.
@@ -51,7 +51,7 @@ def likelihood(
     batch_size: int | None = None,
     cache: Policy | str | None = None,
 ) -> Likelihood | list[Likelihood]:
-    """Log-likelihood of an answer, or a lower bound of it, in nats, with its standard error.
+    """Log-likelihood of an answer, or a lower bound on it, in nats, with its standard error.
 
         model.likelihood("Question: ...\\nAnswer:", " 7")                             # one answer
         model.likelihood(question, [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
@@ -65,11 +65,12 @@ def likelihood(
             all but `seed`.
         cfg_scale: classifier-free guidance, as in LLaDA's sampler: the prompt is masked in the unconditional rows.
         chat_template: as in `sinklens.generate`, for text prompts.
-        batch_size: most rows in a pass; by default as many as have 16,384 positions, and fewer once memory runs out.
+        batch_size: largest number of rows in a pass; by default as many as make 16,384 positions, fewer once memory
+            runs out.
         cache: not available, since a cache policy reuses keys of earlier steps; None or "none".
 
     Returns:
-        The result for one answer, or one for each.
+        One result, or one for each of several answers.
 
     Raises:
         PromptError: a prompt or answer is empty, too long, or contains the mask token.

@@ -54,10 +54,10 @@ def in_batches(
 
     Args:
         length: the number of positions that a row needs.
-        most: most rows in a batch; None for as many as have `POSITIONS` positions.
+        most: largest number of rows in a batch; None for as many as make `POSITIONS` positions.
 
     Returns:
-        The most rows that fit, once memory ran out; otherwise `most`.
+        `most`, or the number of rows that fit if memory ran out.
 
     Raises:
         DeviceMemoryError: a single row does not fit.
@@ -219,7 +219,7 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
     """Refuse interventions that need a step before the pass, or complete passes where a model has none.
 
     Raises:
-        SettingError: naming what to use instead.
+        SettingError: there is one; the message says what to use instead.
     """
     for entry in hooks:
         refuse_off_canvas(entry, model)
@@ -242,7 +242,7 @@ def _named(entry: Any) -> str:
 
 
 def prefix_length(model: Model, before: int) -> int:
-    """How many of the `before` tokens before a block's noisy ones lie in complete blocks."""
+    """How many of the `before` tokens that precede a block's noisy ones lie in complete blocks."""
     blocks = blocks_of_text(model)
     assert blocks is not None
     return before - before % blocks.length if blocks.start == "token" else before

@@ -1,8 +1,7 @@
 """What makes an answer noisy, and what every token of the noisy answer adds to the bound.
 
 *Masks.* Models without a noise schedule count masks. Both random rules estimate the same bound without bias. For an
-answer x of L tokens, a mask M of k of them and the loss ℓ(M) = −Σ_{i ∈ M} log p(x_i | x with M masked),
-it is
+answer x of L tokens, a mask M of k of them and the loss ℓ(M) = −Σ_{i ∈ M} log p(x_i | x with M masked), the bound is
 
     −log p(x) ≤ Σ_M ℓ(M) / (k · C(L, k)) = E_k [ (L / k) · E_{M of size k} ℓ(M) ],   k uniform on 1 … L
 
@@ -23,8 +22,8 @@ tokens are never drawn and the script's estimate is biased. Here k is rounded ha
 
 Times are drawn uniformly between two times, as the authors' evaluations do. The network may read t or a noise level σ:
 
-- *subs* (MDLM, Sahoo et al., 2406.07524; BD3-LM, Arriola et al., 2503.09573): tokens are masked with probability
-  1 − e^−σ; the loss of a masked token is −log p(x_i) without the mask's own probability, and the weight is 1 / t.
+- *subs* (MDLM, Sahoo et al., 2406.07524; BD3-LM, Arriola et al., 2503.09573): tokens are masked with probability 1 −
+  e^−σ; the loss of a masked token is −log p(x_i) with the mask excluded from p, and the weight is 1 / t.
 - *score entropy* (SEDD, Lou et al., 2310.16834): masks as MDLM's. With s the scores times expm1(σ), the loss is
   −log s(x_i) + Σ_y s(y) − 1, which is −log s(x_i) where the scores sum to 1, and the weight is 1 / t.
 - *uniform* (Duo, Sahoo et al., 2506.10892): a token is drawn from the vocabulary with probability 1 − α(t).
@@ -32,8 +31,8 @@ Times are drawn uniformly between two times, as the authors' evaluations do. The
 
 In uniform and mixture every token counts, changed or not, and the weight is part of the loss.
 
-The published evaluations know no prompts: they score complete texts. Here a prompt stays as it is, and the time is that
-of the answer alone, as in SEDD's sampler with fixed tokens. An empty prompt gives the published bound of a text.
+The published evaluations score complete texts, without prompts. Here a prompt stays as it is, and the time is that of
+the answer alone, as in SEDD's sampler with fixed tokens. An empty prompt gives the published bound of a text.
 
 Times of a batch are spread from one random start, as in GIDD's code. MDLM, BD3-LM and Duo draw one time per stratum and
 SEDD independent ones, which have the same mean.
@@ -82,8 +81,8 @@ class DrawRule:
         mc_num: number of draws per pair, and per block of a block-causal model.
         draws_per_start: draws that share one random start; it divides `mc_num`. Starts are independent, so standard
             errors need at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
-        masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream. Families
-            with a noise schedule draw times instead.
+        masking: "count" draws how many tokens are masked, as LLaDA does; "rate" draws the probability that each is
+            masked, as Dream does. Families with a noise schedule draw times instead.
         exact: enumerate all masks instead, which needs at most 8 answer tokens, or 8 in each block.
         seed: of the draws.
 
@@ -177,7 +176,7 @@ class NoisyDraws(NamedTuple):
     Attributes:
         tokens: the noisy tokens.
         counted: tokens whose loss counts.
-        shares: share of tokens that is noise, or was to be.
+        shares: share of tokens that are noise, or were meant to be.
         weights: factor of each draw's loss in the bound, its probability included.
         times: time of each draw; None without a noise schedule.
     """
@@ -211,7 +210,7 @@ class MaskNoise:
         return NoisyDraws(answer.where(~masked, self.mask_id), masked, shares, weights)
 
     def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
-        """The loss of each token that counts, of which `noisy` is seen instead of `clean`."""
+        """The loss of each counted token of `clean`, of which the network sees `noisy`."""
         return cross_entropy(logits, clean, reduction="none")
 
 
@@ -255,7 +254,7 @@ class TimedNoise(MaskNoise, ABC):
         chance: Float[Tensor, "draw pos"],
         choice: Float[Tensor, "draw pos"],
     ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
-        """The noisy tokens, and those that count.
+        """The noisy tokens, and which of them count.
 
         Args:
             answer: the clean tokens.
@@ -269,7 +268,7 @@ class TimedNoise(MaskNoise, ABC):
         return torch.ones_like(times)
 
     def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
-        """What the network reads of the time."""
+        """The time as the network reads it."""
         return log_linear_sigma(times, self.kept).clamp(max=HIGHEST_SIGMA)
 
 
