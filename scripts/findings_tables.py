@@ -102,9 +102,9 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("cosine of queries with keys, at sinks − at other keys", 1.0, 2, {"measure": "alignment"}),
     ("nats lost by hiding all sinks", 1.0, 2, {"measure": "cost", **HIDDEN}),
     ("… attention hidden, %", 100.0, 0, {"measure": "removed", **HIDDEN}),
-    ("strongest key changes, a token replaced, later queries, %", 100.0, 1,
+    ("a token replaced: strongest key of later queries changes, %", 100.0, 1,
      {"measure": "jump_share", "edit": "edited, later", "lead": 0.0}),
-    ("strongest key changes, a mask filled in, %", 100.0, 1,
+    ("a mask filled in: strongest key changes, %", 100.0, 1,
      {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
 )  # fmt: skip
 ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
@@ -136,7 +136,7 @@ TABLES: dict[str, Table] = {
         Row(label, {"share": 0.15, **where}, scale, digits) for label, scale, digits, where in PAIR_ROWS
     ), models=PAIR),
     "alone": Table("alone", tuple(
-        percent(f"{place}, {seen(sees)}: {what}, %", measure=measure, place=place, sees=sees)
+        percent(f"{place} {seen(sees)}: {what}, %", measure=measure, place=place, sees=sees)
         for place, sees in SEEN
         for measure, what in (("share", "attention"), ("strongest", "heads whose strongest key it is"))
         if measure == "share" or sees == "itself"
@@ -164,7 +164,7 @@ TABLES: dict[str, Table] = {
     "pair_matched": Table("pair-matched", (
         percent("heads with a sink whose other keys receive as much, %", measure="matched_heads", share=0.15),
         *(plain(label, measure="matched_cost", share=0.15, hidden=hidden) for label, hidden in (
-            ("there: nats lost by hiding the sinks", "sinks"), ("… as much attention to other keys", "others"),
+            ("nats lost by hiding their sinks", "sinks"), ("… by hiding those other keys", "others"),
             ("… difference", "difference"),
         )),
         percent("… attention hidden, either way, %", measure="matched_removed", share=0.15, hidden="sinks"),
@@ -195,32 +195,32 @@ TABLES: dict[str, Table] = {
             ("a token decided, as in the run", "decided"),
             ("the same tokens in random order", "shuffled"),
             ("another problem's answer", "another answer"),
-            ("a token decided, later queries", "decided, later"),
-            ("a token of the prompt replaced, later queries", "prompt token"),
-            ("a token of the answer replaced, later queries", "answer token"),
-            ("an operand replaced, later queries", "operand"),
+            ("a token decided: later queries", "decided, later"),
+            ("a token of the prompt replaced: later queries", "prompt token"),
+            ("a token of the answer replaced: later queries", "answer token"),
+            ("an operand replaced: later queries", "operand"),
         )),
-        percent("a token decided, jumps with a lead above 1", measure="jump_share", edit="decided", lead=1.0),
-        percent("of the jumps when a token is decided: lead below 0.1", measure="near_tie_share", edit="decided"),
+        percent("a token decided: jumps with a lead above 1", measure="jump_share", edit="decided", lead=1.0),
+        percent("jumps when a token is decided: share with a lead below 0.1", measure="near_tie_share", edit="decided"),
     )),
     "matched": Table("groups/token_types-matched", (
         *(plain(f"sinks on {kind}s ÷ other tokens, {label}", measure="ratio", by="kind", set=kind, matched=matched)
           for kind in ("mask", "digit")
           for label, matched in (("all places", "nothing"), ("same step and place", "step, position"),
-                                 ("… and template", WITHIN))),
+                                 ("within templates", WITHIN))),
         *(Row(f"landings on just-decided ÷ {name}, same step, place and template",
               {"measure": "ratio", "others": others, "matched": WITHIN}, 1.0, 1, "groups/events-landings")
           for name, others in (("all other answer tokens", "all"), ("those decided earlier", "decided earlier"),)),
         *(Row(f"score against deciding step, correlation, {label}", {"measure": measure}, 1.0, 2, "groups/events-order")
-          for label, measure in (("same step and place", "within"), ("… and template", "within_group"))),
+          for label, measure in (("same step and place", "within"), ("within templates", "within_group"))),
     ), models=DIFFUSION, comparable=0.2),
     "texts": Table("texts-texts", (
         plain("loss, nats per token", 3, measure="nats"),
         *(row
           for kind in LISTED
           for row in (
-              plain(f"{kind}: nats lost by hiding its sinks", 3, measure="cost", kind=kind, choice="sink"),
-              plain("… as much attention to keys that are no sinks", 3, measure="cost", kind=kind, choice="same_mass"),
+              plain(f"nats lost by hiding sinks on {kind}s", 3, measure="cost", kind=kind, choice="sink"),
+              plain("… as much attention to other keys", 3, measure="cost", kind=kind, choice="same_mass"),
               Row("… difference", {"measure": f"hiding {kind} sinks costs more than hiding as much attention"}, 1.0, 3,
                   "texts-claims"),
               percent("… attention hidden, %", measure="removed", kind=kind, choice="sink"),
@@ -228,7 +228,7 @@ TABLES: dict[str, Table] = {
           )),
         plain("log2 of what values write at sinks ÷ at other keys", measure="write_ratio"),
         percent("sinks that are no-ops, %", 2, measure="no_op_share"),
-        percent("strongest key changes, a token replaced, later queries, %",
+        percent("a token replaced: strongest key of later queries changes, %",
                 measure="jump_share", edit="edited, later", lead=0.0),
     ), models=TEXTS),
     "text_shares": Table("shares/texts-claims", tuple(
@@ -237,7 +237,7 @@ TABLES: dict[str, Table] = {
         for share in (0.05, 0.5, 0.9)
     ), models=TEXTS[:1]),
     "text_seeds": Table("", (
-        *(contrast("texts-claims", f"{kind}: sinks cost more than as much attention, nats", digits=3,
+        *(contrast("texts-claims", f"sinks on {kind}s: cost beyond as much attention, nats", digits=3,
                    listed=kind in LISTED, measure=f"hiding {kind} sinks costs more than hiding as much attention")
           for kind in TEXT_KINDS),
         *(contrast("texts-claims", f"heads with a sink at a {kind}, beyond words, points", 0.0, 100.0, 1,
@@ -247,17 +247,17 @@ TABLES: dict[str, Table] = {
                  measure="sinks write less than other keys"),
         contrast("texts-claims", "stale sinks cost more than as much stale attention, 10⁻³ nats", 0.0, 1e3,
                  listed=False, measure="stale sinks cost more than as much stale attention"),
-        *(contrast("texts-pairs", f"{kind}: sinks cost more than as much attention, nats: masked − causal", digits=3,
+        *(contrast("texts-pairs", f"sinks on {kind}s: cost beyond as much attention, nats, masked − causal", digits=3,
                    listed=kind in LISTED,
                    measure=f"hiding {kind} sinks, beyond as much attention")
           for kind in TEXT_KINDS if kind != "mask"),
-        *(contrast("texts-pairs", f"heads with a sink at a {kind}, points: masked − causal", 0.0, 100.0, 1,
+        *(contrast("texts-pairs", f"heads with a sink at a {kind}, points, masked − causal", 0.0, 100.0, 1,
                    kind in LISTED, measure=f"heads with a sink at a {kind}")
           for kind in ("start", "delimiter", "word")),
-        contrast("texts-pairs", "log2 of what values write at sinks ÷ at other keys: masked − causal",
+        contrast("texts-pairs", "log2 of what values write at sinks ÷ at other keys, masked − causal",
                  measure="log2 of what sinks write"),
-        contrast("texts-pairs", "strongest key changes, a token replaced, later queries, points: masked − causal", 0.0,
-                 100.0, 1, measure="jumps, a token replaced, later queries"),
+        contrast("texts-pairs", "a token replaced: strongest key of later queries changes, points, masked − causal",
+                 0.0, 100.0, 1, measure="jumps, a token replaced, later queries"),
     ), (*TEXTS, " − ".join(TEXTS))),
     "swaps": Table("groups/swaps-swaps", (
         *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
@@ -268,14 +268,14 @@ TABLES: dict[str, Table] = {
                        "word → mask, beyond word → word")),
     )),
     "equal_mass": Table("groups/content-costs", (
-        *(Row(f"{kind}, sink: {label}", {"kind": kind, "part": "sink", "change": change, "measure": measure}, 100.0,
+        *(Row(f"sinks on {name}{label}", {"kind": kind, "part": "sink", "change": change, "measure": measure}, 100.0,
               digits, file)
-          for kind in ("digit", "not digit")
+          for kind, name in (("digit", "digits"), ("not digit", "other tokens"))
           for label, change, measure, digits, file in (
-              ("problems lost, %", "mask", "cost", 0, "groups/content-costs"),
-              ("… with as much attention to other keys masked", "mask_mass", "cost", 0, "groups/content-costs"),
-              ("attention removed, %", "mask", "removed", 1, "groups/content-removed"),
-              ("… from the other keys", "mask_mass", "removed", 1, "groups/content-removed"),
+              (": problems lost, %", "mask", "cost", 0, "groups/content-costs"),
+              (", control: problems lost, %", "mask_mass", "cost", 0, "groups/content-costs"),
+              (": attention removed, %", "mask", "removed", 1, "groups/content-removed"),
+              (", control: attention removed, %", "mask_mass", "removed", 1, "groups/content-removed"),
           )),
     ), models=DIFFUSION),
 }  # fmt: skip
