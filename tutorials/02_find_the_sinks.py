@@ -78,9 +78,9 @@ print((100 * units).round(2))
 assert units.loc["percent", "tiny-llada"] > 3 * units.loc["sum", "tiny-llada"]
 
 # %% [markdown]
-# Percent of the positions that are sinks: with ε = 3 in column sums 1.13 % and 1.96 %, in percent of all attention 4.31
-# % and 13.49 %. As a fraction, no position can ever be one, because no fraction exceeds 1 (a warning says so). In
-# sinklens the unit is an argument; `"sum"` is the default.
+# With ε = 3 in column sums, 1.13 % and 1.96 % of the positions are sinks; in percent of all attention, 4.31 % and 13.49
+# %. As a fraction, no position can ever be a sink, because no fraction exceeds 1 (a warning says so). In sinklens the
+# unit is an argument; `"sum"` is the default.
 #
 # The number of sinks depends on ε at least as much. The paper requires at least 96 % of the positions *not* to be
 # sinks:
@@ -104,9 +104,9 @@ plt.show()
 #
 # - `TopK(1)`: the strongest key of every head and step, whatever its score.
 # - `MeanPlusStd(2)`: more than two standard deviations above the mean, averaged over layers and heads.
-# - `SinkRate(epsilon=0.3)`: positions that are a sink (mean attention above 0.3) for at least a tenth of all heads.
+# - `SinkRate(epsilon=0.3)`: positions that are a sink (mean attention above 0.3) in at least a tenth of all heads.
 # - `SmallValueNorm(0.2)`: positions whose value vector is short, so that attending to them adds little.
-# - `NoOp(0.2)`: the paper's sinks that also have such a short value vector.
+# - `NoOp(0.2)`: those of the paper's sinks whose value vector is that short.
 
 # %%
 detectors = [EpsilonOverMean(3), TopK(1), MeanPlusStd(2), SinkRate(0.3), SmallValueNorm(0.2), NoOp(0.2)]

@@ -161,7 +161,7 @@ assert answers == [words[position] for position in masked]
 
 # %% [markdown]
 # All eight are right at the last layer, though none has been committed: the sampler commits one per step. CircuitsVis's
-# attention heads work as well; `sinklens.views.attention` draws them offline.
+# view of attention heads works as well; `sinklens.views.attention` draws it offline.
 
 # %%
 sinklens.views.attention(run, step=16, layer=0, heads=[0, 4])
@@ -222,10 +222,10 @@ with sinklens.trace(model, prompt) as t:
 print(len(caches), "steps; step 22 is an", type(caches[22]).__name__, "of", len(caches[22]), "values")
 
 # %% [markdown]
-# Direct logit attribution by step. The last number of the answer, " 14" at position 35, is committed at the very last
-# step. Its logit minus that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at that
-# position, each divided by the final norm's scale (`apply_ln=True`). The norm's learned weight is part of the direction
-# here, because the weights are not folded.
+# Next, direct logit attribution by step. The last number of the answer, " 14" at position 35, is committed at the very
+# last step. Its logit minus that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at
+# that position, each divided by the final norm's scale (`apply_ln=True`). The norm's learned weight is part of the
+# direction here, because the weights are not folded.
 
 # %%
 RESULT = 35
@@ -277,12 +277,13 @@ assert written.max() < 0.1 * whole[22]
 # Points, `cfg`, `hook_dict`, weights (`model.W_Q`, `model.blocks[0].attn.W_O`, …), `to_tokens`, `to_str_tokens`,
 # `run_with_cache`, `run_with_hooks` and `ActivationCache` are those of TransformerLens. `load` replaces its
 # `boot_transformers`, and `generate` also takes `hooks=`. Negative layers and TransformerLens 4's names, such as
-# `blocks.0.attn.q.hook_out`, are accepted. All: [From TransformerLens](../docs/concepts/from-transformerlens.md).
+# `blocks.0.attn.q.hook_out`, are accepted. The full list is in [From
+# TransformerLens](../docs/concepts/from-transformerlens.md).
 #
 # The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, include
 # the final norm's weight, like `direction` above, so their contributions add up to the logits.
 #
-# The points of one layer and of the sampler, with the shapes of this canvas:
+# These are the points of one layer and of the sampler, with the shapes of this canvas:
 
 # %%
 shapes = {name: list(value.shape) for name, value in cache.items() if name.startswith(("hook", "blocks.0", "ln_final"))}
@@ -292,11 +293,12 @@ for name, shape in shapes.items():
 # %% [markdown]
 # ## Points that TransformerLens does not have
 #
-# Of the attention: `attn.hook_attn_mask`, added to the scores, and `attn.hook_sink_scores`, the pattern's column sums
-# (read-only). Neither needs the map. Of the sampler: `denoise.hook_canvas` and `hook_logits`, its inputs, and its
-# decisions, `hook_candidates`, `hook_confidence`, `hook_commit`. All: [Hook points](../docs/concepts/hook-points.md).
+# Attention has `attn.hook_attn_mask`, which is added to the scores, and `attn.hook_sink_scores`, the pattern's column
+# sums (read-only). Neither needs the map. The sampler has `denoise.hook_canvas` and `hook_logits`, its inputs, and
+# `hook_candidates`, `hook_confidence` and `hook_commit`, its decisions. [Hook points](../docs/concepts/hook-points.md)
+# lists all.
 #
-# The first two in one pass: hide the number from every layer, and compare column sums with the map.
+# This pass uses the first two: it hides the number from every layer, and compares column sums with the map.
 
 # %%
 sums, map_ = "blocks.2.attn.hook_sink_scores", "blocks.2.attn.hook_pattern"

@@ -133,9 +133,9 @@ assert abs(at["all others"]) < 0.1
 #
 # ## Who reads the head?
 #
-# Now the metric is a function of the logits. `edge_attribution` estimates all edges of the graph from gradients. Here:
-# what the canvas of step 8 changes, compared with that of step 7, in the log-probability of the tokens that are still
-# to come.
+# Now the metric is a function of the logits. `edge_attribution` estimates all edges of the graph from gradients. The
+# metric here is the log-probability of the tokens that are still to come; the estimate says how the canvas of step 8
+# changes it, compared with that of step 7.
 
 # %%
 left = run.undecided[0, STEP].nonzero()[:, 0]
@@ -172,7 +172,7 @@ assert float(abs(truth["effect"]).max()) < 1e-3
 #
 # A sink may say something, or only absorb attention. Masking a key removes both; `AblateValues` replaces only its
 # value. The control is a weaker key with the same kind of token. `where=` follows the strongest key of each step, and
-# `sweep` runs all four on six problems in one batch, under replay.
+# `sweep` runs the two interventions on the sink and on the control, on six problems in one batch, under replay.
 
 # %%
 base = sinklens.generate(model, prompts)
@@ -229,7 +229,8 @@ assert answers == {"free": "9", "corrupted": "11"}
 # %% [markdown]
 # ## Exercises
 #
-# 1. On the problem `held_out(5)[4]`, the sink of head 3.2 jumps at step 8. Through which letter, and by which edge?
+# 1. On the problem `held_out(5)[4]`, the sink of head 3.2 jumps at step 8. Does it jump through the queries or the
+#    keys, and along which edge?
 # 2. Head 1.0 also jumps at step 7 on `held_out(7)[5]` and `held_out(7)[6]`. Is it the same edge?
 
 # %% [markdown]

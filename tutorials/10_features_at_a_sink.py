@@ -9,7 +9,7 @@
 # - which features fire at a sink, and how to distinguish a feature of the *sink* from one of the *place*,
 # - what ablating such features does to the sink and to the answer, and what a control says about it,
 # - how to collect activations and train an SAE of your own,
-# - how to read a stream with a lens that was tuned by the masked share.
+# - how to read a stream with a lens that was tuned for each masked share.
 #
 # It uses `tiny-llada` and the two SAEs that ship with it, both at the stream between layer 2 and layer 3.
 
@@ -61,8 +61,8 @@ print(sum(a == b for a, b in zip(spliced.text, run.text, strict=True)), "of", le
 # %% [markdown]
 # ## Which features fire at a sink?
 #
-# `read_features` returns the features of every position and step. Layer 3 reads this stream, so its sinks are the ones
-# to compare with; here, those on masked positions.
+# `read_features` returns the features of every position and step. Layer 3 reads this stream, so compare them with its
+# sinks; here, with those on masked positions.
 
 # %%
 layer = 3
@@ -165,7 +165,7 @@ print(quality[["explained_variance", "dead", "recovered"]].to_dataframe().round(
 assert quality["recovered"].sel(scope="masked") > 0.99
 
 # %% [markdown]
-# ## A lens by masked share
+# ## A lens for each masked share
 #
 # The same stream can be read without an SAE: the logit lens reads it with the unembedding. A tuned lens first applies
 # an affine map, trained per layer and per bucket of the masked share, because early and late steps use the stream
