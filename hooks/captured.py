@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from sinklens.errors import require
 from sinklens.hooks.attention import column_sums, fused
 from sinklens.hooks.attention.layer_sums import LayerSums
-from sinklens.hooks.attention.masks import bias_of, is_mask, of_one_hook, only_masks
+from sinklens.hooks.attention.masks import bias_of, is_mask, known, of_one_hook, only_masks
 from sinklens.hooks.points import Point, Watch
 
 DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which passes are captured
@@ -123,22 +123,19 @@ class Captures:
 
         def forward(given: dict[Any, Tensor]) -> Tensor:
             watch.biases = {point: given.get(point) for point in biases}
-            try:
-                named = {name: value for name, value in given.items() if isinstance(name, str)}
-                return base(**named, use_cache=False).last_hidden_state
-            finally:
-                watch.biases = {}
+            named = {name: value for name, value in given.items() if isinstance(name, str)}
+            return base(**named, use_cache=False).last_hidden_state
 
         size, like = (len(ids), tree.cfg.n_heads, 1, ids.shape[1]), next(base.parameters())
         points = sorted(filter(is_mask, watch.hooked), key=Point.layer)
         biases = of_one_hook(watch, size, like) or {point: bias_of(point, size, like) for point in points}
         given |= {point: bias for point, bias in biases.items() if bias is not None}
-        if any(bias is not None and (bias.shape[2] > 1 or not bias.is_contiguous()) for bias in biases.values()):
-            return forward(given)  # too large to keep for every layer
-        kept = self._of_kind(watch, given, forward)
-        if kept is None:
-            return forward(given)
-        hidden, scores = kept.replay(given)
+        large = any(bias is not None and (bias.shape[2] > 1 or not bias.is_contiguous()) for bias in biases.values())
+        with known(watch, biases, ids.device):
+            kept = None if large else self._of_kind(watch, given, forward)  # a large one is not kept for every layer
+            if kept is None:
+                return forward(given)
+            hidden, scores = kept.replay(given)
         for point, of_layer in zip(kept.points, () if scores is None else scores.clone(), strict=True):
             watch.sums.put(point, of_layer)
         return hidden.clone()

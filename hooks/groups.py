@@ -93,16 +93,6 @@ class AttentionPoints(AttentionWeights, Points):
         recorded = self.hook_sink_scores, self.hook_attn_mask
         self.__dict__["recorded"] = recorded  # each attention call needs them, and nn.Module looks its own up slowly
 
-    @property
-    def only_recorded(self) -> bool:
-        """Whether a run records the column sums, and what else may be watched is a mask that is known."""
-        point, mask = self.recorded
-        watch = point.watch
-        if watch.sums is None or watch.peeked is not None or watch.cache is not None or point.hooked:
-            return False
-        known = (point, mask) if mask in watch.biases else (point,)
-        return all(tap.is_for(known) for tap in point.taps)
-
 
 class MlpPoints(MlpWeights, Points):
     """The points of one MLP and of any experts in it or beside it, and its weights in TransformerLens's shapes."""

@@ -46,7 +46,8 @@ class Watch:
         turn: taken by whoever runs the model; see turn.py.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
         sums: collects the sink scores of a run that records them; None in any other pass.
-        biases: values of ``hook_attn_mask`` by point, where hooks were called before the pass; see captured.py.
+        biases: values of ``hook_attn_mask`` by point, where hooks were called before the pass; see masks.py.
+        short: whether nothing inside the pass that runs is watched, except `biases` and what `sums` records.
         points: all points of the tree.
         hooked: the points that have hooks, or had some when the last pass began.
         served: whether a trace block runs in step with the model.
@@ -60,6 +61,7 @@ class Watch:
         self.cache: Any = None
         self.sums: LayerSums | None = None
         self.biases: dict[Point, Tensor | None] = {}
+        self.short = False
         self.points: list[Point] = []
         self.hooked: set[Point] = set()
         self.served = False
@@ -264,10 +266,6 @@ class Tap:
             self._remove = self._install()
         elif not self._needed:
             self._take_off()
-
-    def is_for(self, points: Iterable[Point]) -> bool:
-        """Whether no other point than these needs it."""
-        return self._needed.issubset(points)
 
     def _take_off(self) -> None:
         remove, self._remove = self._remove, None

@@ -27,7 +27,7 @@ from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbo
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
-from sinklens.hooks.attention.masks import known
+from sinklens.hooks.attention.masks import known, of_one_hook
 from sinklens.hooks.attention.segments import Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.captured import Captures
@@ -266,10 +266,10 @@ class HookTree(ModelWeights, HookFront):
         given |= {"time": time} if self.architecture.time else {}
         if of_step and self.captures.usable(self.watch, input_ids):
             return self.captures.run(self, {"input_ids": input_ids, **given}, base)
-        segments = self.watch.forward_pass.segments
+        segments, masks = self.watch.forward_pass.segments, self._masks(input_ids) if of_step else {}
         with (
             ruled_by(self.hf.config, None if segments is None else Segments(segments)),
-            known(self.watch, input_ids, self.cfg.n_heads, self.cfg.dtype) if of_step else nullcontext(),
+            known(self.watch, masks, input_ids.device) if past_key_values is None else nullcontext(),
         ):
             output = base(
                 input_ids=input_ids if stream is None else None,
@@ -279,6 +279,11 @@ class HookTree(ModelWeights, HookFront):
                 **given,
             )
         return output.last_hidden_state
+
+    def _masks(self, ids: Int[Tensor, "batch pos"]) -> dict[Point, Any]:
+        """The masks that are known before a pass over `ids`."""
+        size = (len(ids), self.cfg.n_heads, 1, ids.shape[1])
+        return of_one_hook(self.watch, size, ids.new_zeros((), dtype=self.cfg.dtype))
 
     def _time_of(self, time: Time, ids: Tensor) -> Float[Tensor, " batch"] | None:
         """The noise level of each row of a pass: `time`, or that of the step; None if the network reads none."""

@@ -106,10 +106,10 @@ def attention(
 ) -> tuple[Float[Tensor, "batch query head d_head"], None]:
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
-    if points is not None and attention_mask is None and points.only_recorded:
-        recorded = _recorded(module, points, query, key, value, scaling, kwargs)
-        if recorded is not None:
-            return recorded.transpose(1, 2).contiguous(), None
+    if points is not None and attention_mask is None and points.recorded[0].watch.short:
+        mixed = _short(module, points, query, key, value, scaling, kwargs)
+        if mixed is not None:
+            return mixed.transpose(1, 2).contiguous(), None
     cache, counted = None if points is None else points.hook_rot_k.watch.cache, None
     if points is not None and points.hook_fresh.watched:
         _show_fresh(points, key, attention_mask, query.shape[2])
@@ -134,7 +134,7 @@ def attention(
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
 
-def _recorded(
+def _short(
     module: Any,
     points: "AttentionPoints",
     query: Tensor,
@@ -143,23 +143,17 @@ def _recorded(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Float[Tensor, "batch head query d_head"] | None:
-    """Fused attention whose column sums alone are recorded, with a known mask or none; None where more is needed."""
+    """Fused attention with a known mask or none, whose column sums may be recorded; None where more is needed."""
     point, masked = points.recorded
-    watch = point.watch
-    sums, bias = watch.sums, known_bias(masked, query)
-    if key.shape[2] != len(watch.forward_pass.keys) or normalizer_of(module) is not softmax:
+    sums, bias = point.watch.sums, known_bias(masked, query)
+    if (sums is None and bias is None) or normalizer_of(module) is not softmax:
         return None
-    if _autocast(query)[0] is not query:
+    key, value, causal, scale = _arranged(module, query, key, value, scaling, kwargs)
+    attended = None if causal and bias is not None else fused.attend(query, key, value, bias, causal, scale)
+    if attended is None:
         return None
-    operands = _operands(module, query, key, value, None, bias, None, scaling, kwargs)
-    query, key, scale, causal = operands.query, operands.key, operands.scale, operands.causal
-    if causal and bias is not None:
-        return None
-    attended = fused.attend(query, key, operands.value, bias, causal, scale)
-    if attended is None or sums is None:
-        return None
-    real = _summed(points, operands)
-    sums.add(point, Waiting(query, key, attended.lse, scale, bias, real, causal))
+    if sums is not None:
+        sums.add(point, Waiting(query, key, attended.lse, scale, bias, None, causal))
     return attended.mixed
 
 
@@ -195,21 +189,32 @@ def _operands(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Operands:
-    is_causal = kwargs.get("is_causal")
-    causal = module.is_causal if is_causal is None else is_causal
-    repeats = query.shape[1] // key.shape[1]
+    repeated, values, causal, scale = _arranged(module, query, key, value, scaling, kwargs)
     return Operands(
         query,
-        key.repeat_interleave(repeats, dim=1) if repeats > 1 else key,
-        value.repeat_interleave(repeats, dim=1) if repeats > 1 else value,
+        repeated,
+        values,
         mask,
         bias,
-        causal=bool(causal) and mask is None and query.shape[2] > 1,
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        causal=causal and mask is None,
+        scale=scale,
         plain=lambda: sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0],
         normalize=normalizer_of(module),
         counted=counted,
     )
+
+
+def _arranged(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, bool, float]:
+    """Keys and values repeated to the query heads, whether order alone hides keys without a mask, and the scale."""
+    is_causal = kwargs.get("is_causal")
+    causal = module.is_causal if is_causal is None else is_causal
+    _, heads, queries, width = query.shape
+    repeats = heads // key.shape[1]
+    if repeats > 1:
+        key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
+    return key, value, bool(causal) and queries > 1, width**-0.5 if scaling is None else scaling
 
 
 def _mix(points: "AttentionPoints", operands: Operands) -> Float[Tensor, "batch head query d_head"]:

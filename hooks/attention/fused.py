@@ -69,7 +69,7 @@ def attend(
         return None  # a cached step; PyTorch packs its heads, which rounds differently
     if query.device.type == "cpu" and "cpu" not in FUSED_DEVICES:
         return Attended(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *torch._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, attn_mask=_spread(additive, query, key), scale=scale
             )
         )

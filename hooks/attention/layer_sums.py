@@ -39,16 +39,12 @@ class Waiting(NamedTuple):
     real: Bool[Tensor, "batch query"] | None
     causal: bool
 
-    def like(self, other: "Waiting") -> bool:
-        """Whether the two can be computed together."""
-        ours = self.query, self.key, self.lse, self.mask, self.real
-        theirs = other.query, other.key, other.lse, other.mask, other.real
-        for one, same in zip(ours, theirs, strict=True):
-            if one is same:
-                continue
-            if one is None or same is None or one.shape != same.shape or one.dtype != same.dtype:
-                return False
-        return self.query.device == other.query.device and self.scale == other.scale and self.causal == other.causal
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers that can be computed together."""
+        query, key, lse, scale, mask, real, causal = self
+        masked, counted = (None if one is None else one.shape for one in (mask, real))
+        return query.shape, key.shape, query.dtype, query.device, lse is None, scale, masked, counted, causal
 
     @property
     def together(self) -> int:
@@ -82,6 +78,8 @@ class LayerSums:
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
+        self._kind: Any = None  # of those that wait
+        self._room = 0  # how many more can wait
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
@@ -89,10 +87,12 @@ class LayerSums:
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
-        if self._waiting and not layer.like(next(iter(self._waiting.values()))):
+        if self._waiting and layer.kind != self._kind:
             self._compute()
-        self._waiting[point], self._passes[point] = layer, point.forward_pass
-        if len(self._waiting) >= layer.together:
+        if not self._waiting:
+            self._kind, self._room = layer.kind, layer.together
+        self._waiting[point], self._passes[point] = layer, point.watch.forward_pass
+        if len(self._waiting) == self._room:
             self._compute()
 
     def _compute(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.hooks.points import Point, SamplerPoint, Watch
@@ -70,8 +70,8 @@ def writes(value: Tensor) -> int | None:
 
 
 def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point, Mask | None]:
-    """The masks of all points that have hooks, if one `MaskHook` gives them all; empty otherwise."""
-    points = sorted(filter(is_mask, watch.hooked), key=Point.layer)
+    """The masks of all points that have hooks, if one `MaskHook` gives them all before the pass; empty otherwise."""
+    points = sorted(filter(is_mask, watch.hooked), key=Point.layer) if only_masks(watch) else []
     hooks = {point.only_function for point in points}
     hook = hooks.pop() if len(hooks) == 1 else None
     found = hook.of_layers(zeros_of(size, like), points) if isinstance(hook, MaskHook) else None
@@ -79,11 +79,15 @@ def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point
 
 
 @contextmanager
-def known(watch: Watch, ids: Int[Tensor, "batch pos"], heads: int, dtype: torch.dtype) -> Iterator[None]:
-    """Let attention read the masks of `of_one_hook` inside this context, where they may be known before the pass."""
-    if watch.hooked and only_masks(watch):
-        watch.biases = of_one_hook(watch, (len(ids), heads, 1, ids.shape[1]), ids.new_zeros((), dtype=dtype))
+def known(watch: Watch, biases: dict[Point, Mask | None], device: torch.device) -> Iterator[None]:
+    """Let attention read `biases` inside this context, which runs a pass without keys of earlier ones.
+
+    What else attention would ask in every layer is asked here once, see `Watch.short`.
+    """
+    asked = watch.hooked - biases.keys()
+    plain = only_masks(watch) and not any(map(is_mask, asked)) and watch.forward_pass.counted is None
+    watch.biases, watch.short = biases, plain and not torch.is_autocast_enabled(device.type)
     try:
         yield
     finally:
-        watch.biases = {}
+        watch.biases, watch.short = {}, False

@@ -114,10 +114,12 @@ class Hide(MaskHook):
     def of_layers(
         self, zeros: Float[Tensor, "batch head 1 key"], points: Sequence[Point]
     ) -> list[Float[Tensor, "batch head 1 key"] | None] | None:
+        if self._places.nowhere(points[0]):
+            return [None] * len(points)
         keys = self._places.keys_of_layers(points[0])
         if keys is None:
             return None
-        hidden = zeros.masked_fill(keys[..., None, :].to(zeros.device), -torch.inf)
+        hidden = zeros.masked_fill(keys[..., None, :].to(zeros.device), -torch.inf).unbind()
         layers = [layer_of(point) if len(hidden) > 1 else 0 for point in points]
         found = zip(layers, points, strict=True)
         return [hidden[layer] if self._places.anywhere(point) else None for layer, point in found]

@@ -265,6 +265,12 @@ class Places:
             return None
         return found.mask.transpose(0, 1)
 
+    def nowhere(self, hook: Point) -> bool:
+        """Whether it is known that no layer has a place at the step of a point."""
+        step = int(hook.step or 0)
+        found = self._in_step(step) and (self._chooser is None or self._of_step(step) is not None)
+        return self._together and not found
+
     def anywhere(self, hook: Point) -> bool | None:
         """Whether the rule found a place in the layer of a point at this step; None if that was not asked."""
         found = self._found.get(int(hook.step or 0)) if self._together else None

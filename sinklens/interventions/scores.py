@@ -66,9 +66,11 @@ class StepScores:
         """Begin a step; returns the scores of the step before, whose canvas was `canvas`."""
         sums = self._run.sums
         if sums is not None and not self._run.causal:
-            found = {point: sums.latest[point] for point in self._points if point in sums.latest}
-            self.now = {layer_of(point): self._complete(point, *one) for point, one in found.items()}
-            starts = {layer_of(point): start for point, one in found.items() if (start := one.forward_pass.keys.start)}
+            layers = zip(self._layers, self._points, strict=True)
+            found = {layer: sums.latest[point] for layer, point in layers if point in sums.latest}
+            before = self.now
+            self.now = {layer: self._complete(before.get(layer), *one) for layer, one in found.items()}
+            starts = {layer: start for layer, one in found.items() if (start := one.forward_pass.keys.start)}
             return ScoredStep(self.now, canvas, starts)
         before, self.now = self.now, {}
         return ScoredStep(before, canvas)
@@ -82,11 +84,13 @@ class StepScores:
         """Hooks to list after them, which see the attention as it was used."""
         return [(f"blocks.{layer}.attn.hook_attn_mask", self._last_row) for layer in self._layers if self._run.causal]
 
-    def _complete(self, point: Point, value: Float[Tensor, "batch head _"], described: ForwardPass) -> KeyScores:
+    def _complete(
+        self, before: KeyScores | None, value: Float[Tensor, "batch head _"], described: ForwardPass
+    ) -> KeyScores:
         """Scores of a layer over the text from its first column, on the device where keys are chosen."""
         value, start = value[self._run.rows], described.keys.start
         value = torch.nn.functional.pad(value, (start, 0)) if start else value
-        value, before = value.to(self._run.real.device), self.now.get(layer_of(point))
+        value = value.to(self._run.real.device)
         active = None if described.active is None else described.active[self._run.rows]
         if active is not None and before is not None and before.shape == value.shape and len(value) > 1:
             value = torch.where(active.to(value.device)[:, None, None], value, before)
