@@ -9,8 +9,8 @@ masked key then counts as weak at the next step and is spared). Or the first tok
 their score. And in an autoregressive model they can be hidden from the newest query alone, or from all queries, which
 changes what earlier tokens computed. This study masks by every definition that a model has, with 1 and 5 keys per head.
 The controls of each mask random keys by the same definition, the same ones at every step: as many weaker ones of the
-same head, and keys of any head that are no sinks and receive the attention of the strongest. First tokens have only the
-former: the latter would match the strongest keys.
+same head, and keys of any head that are not sinks and receive the attention of the strongest. First tokens have only
+the former: the latter would match the strongest keys.
 
 Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
 """

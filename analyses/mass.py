@@ -2,11 +2,10 @@
 
 A sink receives more attention than other keys by definition, so masking sinks removes more of it than masking as many
 random keys. Whether a key matters *because* it is a sink can be asked only at equal attention. `matched` draws random
-keys that are no sinks, over all heads of a layer, until they receive together what the masked keys of that layer and
+keys that are not sinks, over all heads of a layer, until they receive together what the masked keys of that layer and
 step receive (one head has too few: its other keys share what its sink leaves over). The draw is made once for each
-prompt, so control keys last, as sinks do. ``pick="same_mass"`` of a mask draws in the same way while a run goes on,
-by the scores of the step before, since those of step t are not known yet; an evaluation takes those of the unmasked
-run.
+prompt, so control keys last, as sinks do. ``pick="same_mass"`` of a mask draws in the same way while a run goes on, by
+the scores of the step before, since those of step t are not known yet; an evaluation takes those of the unmasked run.
 
 A mask at step t hides the keys that the scores of step t − 1 choose. *Removed* is the share of all attention that these
 keys receive at step t in the run with nothing masked. In an autoregressive model that is the attention of the newest
@@ -133,10 +132,10 @@ def with_same_mass(
     seed: int = 0,
     among: Mapping[str, Bool[xr.DataArray, "batch step layer head pos"]] | None = None,
 ) -> SinkTrack:
-    """`track` with the keys of each entry, and under ``"NAME same_mass"`` their `matched` keys that are no sinks.
+    """`track` with the keys of each entry, and under ``"NAME same_mass"`` their `matched` keys that are not sinks.
 
     Args:
-        among: sets of keys by name; ``"NAME same_mass SET"`` are `matched` keys of that set that are no sinks.
+        among: sets of keys by name; ``"NAME same_mass SET"`` are `matched` keys of that set that are not sinks.
     """
     exists = track.scores().notnull() & ~sinks
     sets = {"": exists} | {name: exists & found.transpose(*exists.dims) for name, found in (among or {}).items()}

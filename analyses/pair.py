@@ -148,7 +148,7 @@ def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
 
 def of_matched(model: "Model", canvas: TextCanvas, plain: Read, sinks: Keys, order: Sums) -> dict[str, Any]:
     """`MATCHED`: "sinks" are those of the heads whose other keys receive as much together, "others" are random keys of
-    each of these heads that are no sinks and receive as much, drawn in `order`, and "difference" is sinks − others.
+    each of these heads that are not sinks and receive as much, drawn in `order`, and "difference" is sinks − others.
     """
     mass, heads = plain.from_others.double(), sinks.any(dim=-1)
     held, left = ((mass * keys).sum(dim=-1, keepdim=True) for keys in (sinks, ~sinks))

@@ -9,7 +9,7 @@ token. The loss is in nats per predicted token, so it varies continuously, and t
 templates.
 
 Sinks (passes.py) of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas.
-Controls hide as many weaker keys of each head, drawn at random, or keys that are no sinks until they hold together as
+Controls hide as many weaker keys of each head, drawn at random, or keys that are not sinks until they hold together as
 much attention as the hidden sinks of their layer (*same mass*).
 
 Sinks are also left *stale*, as a cache would leave them: with the keys and values of a canvas that has `age` more

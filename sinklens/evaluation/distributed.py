@@ -39,7 +39,7 @@ RAY_ENVIRONMENT = {
 
 @dataclass
 class OnRay:
-    """Many workers, as ``evaluate(engine=)``; in a ``with`` block, they are connected.
+    """Many workers, for ``evaluate(engine=)``; they are connected inside a ``with`` block.
 
     If the caller is connected to a cluster, or `address` (or the environment variable RAY_ADDRESS) names one, that
     cluster is used and left running. Otherwise a cluster is started on this machine and stopped after the last batch.

@@ -46,7 +46,7 @@ OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 
 @dataclass(frozen=True)
 class Published:
-    """A score that somebody else reported.
+    """A score reported elsewhere.
 
     Attributes:
         model: the checkpoint, as on the hub.
@@ -64,7 +64,7 @@ class Published:
 
     @property
     def accuracy(self) -> Estimate | None:
-        """The score with its limits, as of a number of right answers, rounded; None without a score or that number."""
+        """The score with its limits, as of a rounded number of right answers; None without a score or `samples`."""
         if self.score is None or self.samples is None:
             return None
         return proportion(round(self.score * self.samples), self.samples)
@@ -161,7 +161,7 @@ class EvalProtocol(Protocol):
     def of(self, sampler: str) -> dict[str, Any]:
         """The settings for one kind of sampler.
 
-        One that the protocol does not name takes the lengths on which those that it names agree.
+        A kind that the protocol does not name takes the lengths on which the named ones agree.
         """
         if sampler in self.settings:
             return dict(self.settings[sampler])
@@ -205,7 +205,7 @@ class EvalProtocol(Protocol):
     def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
         """A copy with some settings replaced, for each sampler that has them.
 
-        ``sampler`` chooses the sampler, ``mode`` the mode; the one replaces the other. Passing ``gen_length`` resets
+        ``sampler`` chooses the sampler, ``mode`` the mode; each replaces the other. Passing ``gen_length`` resets
         ``steps`` and ``block_length``.
 
         Raises:
@@ -260,7 +260,7 @@ def departures(what: Mapping[str, Any]) -> list[str]:
     """The settings of a run in a ledger that are not those of the protocol it names, e.g. "steps 128, not 1024".
 
     Empty also for a task without a protocol, or a protocol that this version does not know. Lengths that a source
-    leaves open are no departure.
+    leaves open are not departures.
     """
     protocol = PROTOCOLS.get(str(what["protocol"]["name"]))
     if protocol is None:

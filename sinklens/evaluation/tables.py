@@ -52,7 +52,7 @@ class _Scored:
 
     @property
     def control_of(self) -> str:
-        """The name of the condition that it is a control of, or ""."""
+        """The name of the condition that this one is a control of, or ""."""
         return str(self.condition.get("control_of", ""))
 
 
@@ -63,13 +63,13 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
         mixed_devices: pair runs on different device types, too.
 
     Returns:
-        One row a condition, with these columns, NaN where a number does not apply:
+        One row for each condition, with these columns; NaN where a number does not apply:
 
         - "task", "protocol", "model": names; "model" includes what distinguishes groups that would share a name;
         - "condition", "masked", "pick": as in `Condition`; "cache": the cache policy, "" for exact runs;
         - "right", "total": right answers and samples with a verdict; "estimate", "low", "high": the accuracy;
         - "unscored": samples whose generated program has not been run. They are excluded from all other numbers, unless
-          no program has been run: then "total" is 0, and the shares are over the unscored ones;
+          no program has been run. Then "total" is 0, and the shares are over the unscored samples;
         - "against_unmasked_…", "against_random_…", "against_same_mass_…": the comparison with the unmasked run, with
           the "control", and of masked sinks with random keys of the same mass: "difference", "low", "high", "p",
           "total", and the samples "lost" and "gained" by this run. "no_unmasked" and "no_random" say why there is none;

@@ -85,8 +85,8 @@ def ships(model: str) -> bool:
 def protocol_for(model: str, task: Literal["gsm8k", "humaneval"] = "gsm8k") -> str:
     """The protocol with which to measure `model`.
 
-    A shipped model is measured on its own word problems or functions; others on the task, with a protocol that has
-    their score, and with the study's settings if there is none.
+    A shipped model is measured on its own word problems or functions, any other on the task, with a protocol that has a
+    published score of it, or with the study's settings if there is none.
     """
     if ships(model):
         return STAND_INS[task]

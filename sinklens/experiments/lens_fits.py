@@ -8,7 +8,7 @@ maps.
 Each layer's map is trained with Adam on a random sample of the streams, from the identity, which is the logit lens, to
 minimize (Belrose et al., 2303.08112)
 
-    KL(p ‖ q),    p the model's prediction, q the reading of the moved stream.
+    KL(p ‖ q),    with p the model's prediction and q the reading of the mapped stream.
 
 Limitation: readings at decided positions and in the prompt use maps that have not seen such streams.
 """

@@ -13,9 +13,10 @@ confident enough and at least one. Logits predict the next position; `State.logi
 columns that the step computes.
 
 Source: NVlabs/Fast-dLLM, v1/dream/model/generation_utils_block.py. It takes one row with a threshold or the dual cache,
-and names all rules other than the threshold's alike (negative entropy); here rows are independent, and `alg` counts.
+and uses negative entropy for every rule except the threshold's, whatever its name; here rows are independent, and `alg`
+counts.
 
-Pitfall: the first token of a block is written however unsure the model is of it.
+Pitfall: the first token of a block is written, no matter how unsure the model is of it.
 """
 
 from collections.abc import Iterator
@@ -46,9 +47,9 @@ class DreamSettings(StopAtEnd, DreamRule):
         alg_temp: temperature for choosing positions; None or 0 takes the most confident.
         threshold: also commit every proposal of at least this confidence, in the unit of `alg` (for "entropy" at most
             0); None turns it off.
-        tokens_per_step: commit by `threshold` alone, the most confident proposal in any case, but in the first i steps
-            at most i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is Fast-dLLM's
-            "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
+        tokens_per_step: commit by `threshold` alone, and always the most confident proposal, but in the first i steps
+            no more than i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is
+            Fast-dLLM's "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
     """
 
     name: ClassVar = "dream"

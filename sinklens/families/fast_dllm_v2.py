@@ -49,8 +49,8 @@ class FastDllmV2Settings(Drawn, Blockwise):
 
     Attributes:
         small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
-        threshold: besides the most confident proposal, accept all with more confidence than this; 1 accepts one per
-            step.
+        threshold: in addition to the most confident proposal, accept all with more confidence than this; 1 accepts one
+            per step.
         temperature: randomness of the proposed tokens, except the first one of a block; 0 takes the most likely.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_block_cache: also compute only the current sub-block where possible, and reuse the keys of the other ones in

@@ -83,11 +83,11 @@ class NemotronDiffusionSettings(CompleteBlocks):
     """Nemotron-Labs-Diffusion's block diffusion (``generate`` of its hub page; greedy).
 
     Attributes:
-        threshold: besides the most confident proposal, accept every one with at least this probability; None accepts
-            one per step. The model card uses 0.9.
+        threshold: in addition to the most confident proposal, accept every one with at least this probability; None
+            accepts one per step. The model card uses 0.9.
         causal_context: attention within finished text is causal, and the last of its logits decide the first token of a
             block. False lets the prompt, and each finished block, attend in both directions.
-        stop: end a row after the block with its first end-of-sequence token; the tokens after it are no part of the
+        stop: end a row after the block with its first end-of-sequence token; the tokens after it are not part of the
             answer, and later blocks stay masked.
     """
 

@@ -10,7 +10,7 @@ through the stream, so that only SAEs next to each other are linked. Features of
 embeddings, x[i] · ∂f_m[j] / ∂x[i], and those of the last to the metric. The graph has the features with the largest
 effects on the metric, f_n d_n · ∂metric / ∂x[i], of either sign.
 
-Pitfall: what an SAE misses, x − decode(f), is no node, so the weights into a feature do not add up to its value. And
+Pitfall: what an SAE misses, x − decode(f), is not a node, so the weights into a feature do not add up to its value. And
 where attention is saturated, a gradient is small although the cause matters; ablate the feature (`SpliceSAE`).
 """
 

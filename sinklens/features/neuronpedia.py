@@ -2,7 +2,7 @@
 
 SAEDashboard writes the features of an SAE to ``batch-0.json``, ``batch-1.json`` and so on, which its
 ``neuronpedia_export`` turns into an upload (`NeuronpediaDashboardBatch` in ``neuronpedia/neuronpedia_dashboard.py``).
-`save_neuronpedia` writes one of these. What sinklens does not measure is an empty list, as SAEDashboard leaves it:
+`save_neuronpedia` writes one of these. What sinklens does not measure is left as an empty list, as in SAEDashboard:
 alignment with neurons, correlations with neurons and other features, and a split of the decoder by head.
 
 Pitfall: Neuronpedia has no denoising steps. An example is the canvas of one step, with the text of the mask token at
@@ -56,7 +56,7 @@ def save_neuronpedia(
     Args:
         runs: one or several finished runs of one diffusion model.
         sae: an SAE of the residual stream, or of what attention or an MLP adds to it.
-        features: numbers of features; negative ones count from the end.
+        features: indices of features; negative ones count from the end.
         out: the file, such as "batch-0.json".
         sae_set, model_id: names on Neuronpedia; by default the model has its own.
         dataset: name of the data set of the prompts.

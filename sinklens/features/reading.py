@@ -126,7 +126,7 @@ def summarize_features(
         sae: any SAE.
         point: where it belongs.
         features: numbers of features; negative ones count from the end.
-        scope: as in `read_features`; other positions are no places.
+        scope: as in `read_features`; other positions are left out.
         top: number of examples per feature.
 
     Raises:

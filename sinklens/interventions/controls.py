@@ -4,7 +4,7 @@
 contain a key that they control for. *Order*: random numbers per head; the keys with the largest are taken first, so an
 order that does not change between steps gives keys that do not change either.
 
-`same_mass` is drawn over the heads of a layer together, from keys that are no sinks: a head with one dominant key has
+`same_mass` is drawn over the heads of a layer together, from keys that are not sinks: a head with one dominant key has
 too little other attention of its own to match it.
 
 Limitation: `same_mass` takes all such keys of a layer where its sinks hold more than half of the attention, and
@@ -56,7 +56,7 @@ def same_mass(
     allowed: ChosenKeys,
     there: Bool[Tensor, "*#batch #head key"],
 ) -> ChosenKeys:
-    """Allowed keys that are no sinks (Eq. 3, ε = 3), over all heads of a layer, with the summed score of `found`.
+    """Allowed keys that are not sinks (Eq. 3, ε = 3), over all heads of a layer, with the summed score of `found`.
 
     Args:
         there: the keys that exist.

@@ -1,10 +1,10 @@
-"""Resampling from donors that are alike: values of other runs, taken at positions of the same step, state and kind.
+"""Resampling from matching donors: values of other runs, taken at positions of the same step, state and kind.
 
-A value of an unlike position changes more than what is studied: a masked position has other values than a decided one,
-and step 2 others than step 20. Each position takes its value from a random donor position that agrees with it in
-everything in ``match``; causal scrubbing needs this.
+A value of a position that does not match changes more than what is studied: values differ between masked and decided
+positions, and between step 2 and step 20. Each position takes its value from a random donor position that agrees with
+it in everything in ``match``; causal scrubbing needs this.
 
-Limitation: exact matching needs many donors. A position without one is an error, not a worse match.
+Limitation: exact matching needs many donors. A position without a donor is an error; there is no second-best match.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Donors:
         """The values of a point.
 
         Raises:
-            SettingError: they were not collected.
+            SettingError: the values were not collected.
         """
         require(name in self.values, f"the donors have no {name!r}; they hold {', '.join(self.values)}.")
         return self.values[name]

@@ -6,8 +6,8 @@ output of another run into that sum for one receiver:
     x' = x + (sender's output in the source − sender's output here),
 
 so every component between sender and receiver stays as it is, and only the *direct* path is patched (Wang et al.,
-2211.00593; Goldowsky-Dill et al., 2304.05969). The receiver's norm is recomputed on x'. What depends on the receiver
-follows: later layers, logits, decisions.
+2211.00593; Goldowsky-Dill et al., 2304.05969). The receiver's norm is recomputed on x'. Everything that depends on the
+receiver (later layers, logits, decisions) is computed from the new value.
 
 Components are named as TransformerLens labels them. Senders: ``"embed"``, ``"L1H3"`` (head 3 of layer 1),
 ``"1_mlp_out"``. Receivers: ``"L2H4.q"``, ``"L2H4.k"``, ``"L2H4.v"``, ``"2_mlp_in"``, ``"logits"``; in ``.k`` and ``.v``
@@ -46,7 +46,7 @@ class Sender(NamedTuple):
 
     Attributes:
         name: its label.
-        point: the point where its output is read; of a head, ``hook_z``.
+        point: the point where its output is read; ``hook_z`` for a head.
         layer: -1 for the embedding.
         head: None unless it is a head.
         depth: its place in the pass; it reaches receivers of a greater depth.

@@ -9,8 +9,8 @@ In each row of a weight matrix (one output) with n inputs, the round(share · n)
 
 `sinklens.experiments.input_norms` collects ‖X_j‖₂ from runs; it can leave out sinks (Sink-Aware Pruning, 2602.17664).
 
-Limitation: nothing becomes smaller or faster, and the weights that stay are not adapted, as SparseGPT does. All scores
-compare the weights of one row; the magnitude pruning of Wanda's tables compares those of a matrix.
+Limitation: nothing becomes smaller or faster, and, unlike in SparseGPT, the weights that stay are not adapted. All
+scores compare the weights of one row; the magnitude pruning of Wanda's tables compares those of a matrix.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class PruneWeights(EditWeights):
 
     Attributes:
         share: share of each row that is removed; of equal scores, the first inputs.
-        score: "magnitude", "wanda" or "random", see the module.
+        score: "magnitude", "wanda" or "random"; see the module.
         norms: for "wanda": what `input_norms` returns. Stacked experts have none.
         seed: of "random"; the weights also depend on the name of their matrix.
         layers: layers whose weights are pruned.

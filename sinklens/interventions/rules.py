@@ -80,7 +80,7 @@ class Moment:
         """The run.
 
         Raises:
-            SettingError: a single pass.
+            SettingError: it is a single pass.
         """
         require(
             not self.run.single,
@@ -180,9 +180,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Combined(Rule):
-    """Where all of several rules are ("and"), where any is ("or"), or where one rule is "not".
+    """The places of all of several rules ("and"), of any of them ("or"), or outside one rule ("not").
 
-    In rows without scores, the complement of a rule is nowhere.
+    In rows without scores, the complement of a rule has no places.
     """
 
     rules: tuple[Rule, ...]
@@ -276,7 +276,7 @@ class AtNoise(OfStep):
 
         Steer(direction, where=AtNoise(0.5, 1.0) & "masked")  # undecided positions, while half the answer is open
 
-    It says the same for runs of any number of steps, and in the passes of a likelihood. The share is that of all
+    It means the same for runs of any number of steps, and in the passes of a likelihood. The share is that of all
     positions after the prompt: a `Suffix` or a given part of the answer counts as decided.
 
     Attributes:
@@ -394,14 +394,12 @@ class Where(Rule):
     Attributes:
         top_k: number of strongest keys per head; None if `detector` chooses them. The paper masks 1, 5 and 10.
         detector: finds the keys in a one-step track; its strength is not used.
-        pick: "strongest", or other keys as a control:
-            "weakest": as many of the weakest;
-            "random": as many random keys that are weaker than all of the strongest;
-            "random_any": as many random keys of any strength, possibly the strongest themselves;
-            "same_mass": random keys that are no sinks by Eq. 3, over all heads of a layer, as many as together receive
-            the attention of the strongest;
-            "same_kind": for each of the strongest a random key of that rest with the same kind of token;
-            "nearest": for each of the strongest the nearest position of that rest.
+        pick: "strongest", or other keys as a control: "weakest": as many of the weakest; "random": as many random keys
+            that are weaker than all of the strongest; "random_any": as many random keys of any strength, possibly the
+            strongest themselves; "same_mass": random keys that are not sinks by Eq. 3, over all heads of a layer, until
+            together they receive as much attention as the strongest; "same_kind": for each of the strongest, a random
+            one of the weaker keys with the same kind of token; "nearest": for each of the strongest, the nearest
+            position among the weaker keys.
         only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
             example, leaves out digits.
         positions: positions that may be taken, as in ``positions=``; None for all.
@@ -410,9 +408,9 @@ class Where(Rule):
             as when it becomes one of the strongest. In an autoregressive run keys of the prompt are taken first,
             because only they exist at every step.
         same_step: use the scores of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
-        source: "itself", or another run of the same prompts, or its `sinks`: uses the scores of that run at step t − 1
-            (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
-            for a row. A part of a track holds the steps listed in its ``step`` coordinate.
+        source: "itself", another run of the same prompts, or that run's `sinks`. Scores of another run are its recorded
+            column sums at step t − 1 (at step t with `same_step`); at a step that the run or a row of it lacks, nothing
+            is selected. A part of a track holds the steps listed in its ``step`` coordinate.
         of: (layer, head) whose positions apply to every layer and head that the intervention changes. By default each
             head has its own positions; at a point without a head axis, those of any of the layer's heads.
 

@@ -1,4 +1,4 @@
-"""What a rule chooses by: the scores of the step before, or those of another run, and the kinds of tokens.
+"""What rules choose places by: the scores of the step before, or of another run, and the kinds of tokens.
 
 In a diffusion run they are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last token's
 attention, which is computed here from its query, all keys and the additive mask.
@@ -51,7 +51,7 @@ class StepScores:
     """The scores of some layers. A row that waits for others keeps those of the last step that worked on it.
 
     Attributes:
-        now: by layer, those of the step that ran last, on the device where keys are chosen.
+        now: by layer, the scores of the step that ran last, on the device where keys are chosen.
     """
 
     def __init__(self, model: "Model", run: RunContext, layers: Iterable[int]) -> None:
@@ -160,7 +160,7 @@ def detected(
     run: RunContext,
     canvas: Snapshot,
 ) -> Bool[Tensor, "batch layer head key"]:
-    """What a detector finds by the scores of a step.
+    """What a detector finds in the scores of a step.
 
     Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is only
     the newest query, not a column of the pattern.

@@ -2,7 +2,7 @@
 
 A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `ReplaceValues` keeps every
 weight of the layer and replaces v_j by zero, by the mean value of the row, or by a donor's. If that costs as much as
-masking, the message of the key is missed, not the attention that it absorbs. Keys are chosen per query head, also where
+masking, the message of the key is missed, not the attention that it absorbs. Keys are chosen per query head, even where
 heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v'_j − v_j), added at ``hook_z``. This
 equals an edit of the value itself where all heads of a key/value head choose the key.
 
@@ -31,8 +31,9 @@ from sinklens.utils.arguments import Seed
 class ReplaceValues(AtKeys):
     """Replace the values of keys, and leave the attention to them unchanged; `AblateValues` makes it.
 
-    z_i = Σ_j A[i, j] v'_j, with v'_j the replacement for the chosen keys of a head, else v_j. The layers that it
-    changes use explicit attention. Interventions on ``hook_v`` and ``hook_pattern`` must be listed before it.
+    z_i = Σ_j A[i, j] v'_j, where v'_j is the replacement for the chosen keys of a head, and v_j for the others. The
+    layers that it changes use explicit attention. Interventions on ``hook_v`` and ``hook_pattern`` must be listed
+    before it.
 
     Attributes:
         by: "mean", the mean value of the row's keys that the query can see; "zero", as if the attention to the keys
@@ -101,9 +102,9 @@ def AblateValues(
 
     Args:
         top_k: number of keys per head; or pass `where` or ``detector=``.
-        by, reference, match: what replaces them; see `ReplaceValues`.
-        seed: of random keys and of resampling.
-        where: all keys there, at the same step, instead of those chosen by score; see `AtPositions`.
+        by, reference, match: what replaces the values; see `ReplaceValues`.
+        seed: seed of random keys and of resampling.
+        where: takes all keys there, at the same step, instead of keys chosen by score; see `AtPositions`.
         queries: as in `MaskKeys`; by default, in an autoregressive run, each token sees the replaced values of its
             step.
         steps, layers, heads: where it acts.

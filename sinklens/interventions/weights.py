@@ -1,7 +1,7 @@
 """Interventions that change the weight matrices of layers while a run lasts; afterwards they are as before.
 
-`EditWeights` finds the matrices, keeps a copy of each, and restores them, also after an error. A subclass says what
-becomes of one matrix:
+`EditWeights` finds the matrices, keeps a copy of each, and restores them, even after an error. A subclass says how one
+matrix changes:
 
     @dataclass(frozen=True)
     class Halved(EditWeights):
@@ -36,7 +36,7 @@ class WeightMatrix(NamedTuple):
         name: name of the parameter in the transformers model.
         rows: its values, a view: one row per output; stacked experts have a further axis in front.
         module: the module that it belongs to.
-        reads: whether its inputs are the residual stream.
+        reads: whether its input is the residual stream.
     """
 
     name: str

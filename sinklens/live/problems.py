@@ -61,5 +61,5 @@ def stated_number(text: str | None) -> str | None:
 
 
 def example() -> str:
-    """The prompt that the page offers to somebody who has none yet."""
+    """The prompt that the page offers at first."""
     return problem(SHIPPED[0], 0).prompt

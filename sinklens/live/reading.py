@@ -1,8 +1,8 @@
-"""What a finished run did not keep, computed again when the page asks for it: patterns and proposals of one step.
+"""What a finished run did not keep, computed when the page asks for it: patterns and proposals of one step.
 
 A run without changes is read by one pass of its model over the step's canvas. A run with chips is repeated on its own
-canvases up to the step, with the chips, since some of them depend on earlier steps; so is one whose steps read keys
-that were cached before them.
+canvases up to the step, with the chips, since some of them depend on earlier steps. The same holds for a run whose
+steps read keys cached by earlier steps.
 """
 
 import math

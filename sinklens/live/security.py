@@ -4,7 +4,7 @@ The lab runs a model for whoever can reach it, so it is protected as a notebook 
 
 - *Host*: the name in the request must be one of the lab's. A page that has its own name resolve to 127.0.0.1 (DNS
   rebinding) sends its own name.
-- *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
+- *Origin* and *Sec-Fetch-Site*: a browser adds them to requests that a page of another site makes. Requests that change
   something need a matching Origin, or the token as a header, which another site's page cannot send.
 - *Token*: 256 random bits, in a form or in a header, never in an address, which browsers and logs keep. The form sets
   a cookie with a random value of its own, which scripts cannot read and other sites' pages do not send. Both are

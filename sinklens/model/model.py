@@ -102,7 +102,7 @@ class Model(ModuleMethods, SinglePasses):
 
     @property
     def turn(self) -> Turn:
-        """Taken by whoever runs the model, so that other threads wait; see hooks/turn.py."""
+        """A lock that whoever runs the model holds, so that other threads wait; see hooks/turn.py."""
         return self.tree.turn
 
     @property
@@ -218,7 +218,7 @@ class Model(ModuleMethods, SinglePasses):
         )
 
     def likelihood(self, prompts: Prompt, answers: Prompt, **options: Any) -> Any:
-        """Log-likelihood of an answer given its prompt, or a lower bound of it, in nats, with its standard error.
+        """Log-likelihood of an answer given its prompt, or a lower bound on it, in nats, with its standard error.
 
             model.likelihood("Question: ...", " 7").value
             model.likelihood("Question: ...", [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
@@ -246,7 +246,7 @@ class Model(ModuleMethods, SinglePasses):
 
     @property
     def generator(self) -> "Written":
-        """nnsight's: ``model.generator.output`` is the ids of prompt and answer, after the run of `generate`."""
+        """As in nnsight, ``model.generator.output`` holds the ids of prompt and answer after the run of `generate`."""
         return Written()
 
     # TransformerLens's tools also read this from a model.
@@ -297,8 +297,8 @@ def load(
             determine it; by default the family that config.json names.
         block_length: positions per block of a block-causal model; by default the number that config.json names.
         mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
-        quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4" or a
-            config of transformers for bitsandbytes; by default they stay as they are.
+        quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4" or a config of
+            transformers for bitsandbytes; by default they are not quantized.
         adapter: folder or hub name of a LoRA adapter in peft's format, which is merged into the weights; by default
             the one beside the checkpoint's weights, if there is one.
         check: run the self-check (selfcheck.py), which takes a few short passes.

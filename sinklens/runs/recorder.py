@@ -284,7 +284,7 @@ def _chosen_queries(
 
 @contextmanager
 def reading(pairs: Iterable[tuple[Any, Callable[[Tensor], None]]]) -> Iterator[None]:
-    """Call functions with the outputs of their points, see `after`, during the block."""
+    """During the block, call functions with the outputs of their points; see `after`."""
     with ExitStack() as undo:
         for point, function in pairs:
             undo.callback(after(point, function).remove)

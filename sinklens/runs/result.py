@@ -130,15 +130,17 @@ class Generation(Trajectory):
         seed: the seed used.
         sinks: sink scores of every step, layer and head; None if they were not recorded or no step finished.
         single: whether the prompt was one string; `text` is then one string.
-        model: the model that ran; a pickled run leaves it out, see hooks/detached.py.
-        control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
+        model: the model that ran; a pickled run leaves it out (hooks/detached.py).
+        control_keys: the numbers of keys that controls (``pick=``) picked, and of keys that they control for; None if
+            the run has no control.
         cache: the cache policy; None for an exact run.
-        chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
+        chosen: where those interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
             read it.
-        ties: how many positions each step chose although one that it left was as confident, [batch, step]; another
-            order of these would have been as right. None in runs of the lab.
-        kinds: what the pass of each step was, in a model that changes its attention with the segments of its rule.
+        ties: how many positions each step chose although another one, equally confident, was left, [batch, step];
+            another order of these would have been equally valid. None in runs of the lab.
+        kinds: the kind of each step's pass, with the segments of its attention rule, in a model that changes its
+            attention.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -162,7 +164,7 @@ class Generation(Trajectory):
 
     @property
     def modes(self) -> tuple[Mode | None, ...]:
-        """What the pass of each step was, as in `ForwardPass.mode`."""
+        """The kind of each step's pass, as in `ForwardPass.mode`."""
         return tuple(kind.mode for kind in self.kinds)
 
     @property
@@ -171,7 +173,7 @@ class Generation(Trajectory):
         return tuple(kind.block for kind in self.kinds)
 
     def kind_at(self, step: int) -> PassKind | None:
-        """What the pass of a step was, for another pass over its canvas; None if it is that of the model."""
+        """The kind of a step's pass, for another pass over its canvas; None if the model has only one kind."""
         return self.kinds[step] if self.kinds and self.model.tree.changes_attention else None
 
     @property

@@ -107,7 +107,7 @@ def token_kinds(track: SinkTrack) -> dict[int, Kind]:
 def kinds_of_tokens(
     tokens: Sequence[int], special: Mapping[str, Sequence[int]], vocabulary: Mapping[int, str]
 ) -> dict[int, Kind]:
-    """The kind of each of `tokens`, as `token_kinds`, from the ids of special tokens and the texts of the others.
+    """The kind of each of `tokens`, as in `token_kinds`, from the ids of special tokens and the texts of the others.
 
     Raises:
         TrackError: a token without text that is not special.
@@ -146,7 +146,7 @@ def kind_codes(
     prompt_length: int,
     known: Mapping[int, Kind],
 ) -> Int[np.ndarray, "batch step pos"]:
-    """The `Kind` of every place, given that of every token in `known`; MISSING where the token is not in it."""
+    """The `Kind` of every place, from the kind of each token in `known`; MISSING for other tokens."""
     answer = np.arange(token_id.shape[2]) >= prompt_length
     ids, place = np.unique(token_id, return_inverse=True)
     codes = np.array([known.get(int(one), Kind.MISSING) for one in ids], dtype=np.int8)[place].reshape(token_id.shape)
@@ -185,7 +185,7 @@ def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch
         by: "kind" or "state".
 
     Raises:
-        TrackError: an unknown `by`; or see `token_kinds`.
+        TrackError: an unknown `by`, or as in `token_kinds`.
     """
     codes, names = set_codes(track, by)
     received = track.scores().mean("head")
@@ -212,7 +212,7 @@ def enrichment(track: SinkTrack, detector: Detector | None = None, by: str = "ki
         by: "kind" or "state".
 
     Raises:
-        TrackError: an unknown `by`; or see `token_kinds`.
+        TrackError: an unknown `by`, or as in `token_kinds`.
     """
     codes, names = set_codes(track, by)
     found = track.detect(detector)
@@ -282,7 +282,7 @@ def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
     """Codes [batch, step, pos] of the kind or state of every place, −1 where missing, and the names of 0, 1, …
 
     Raises:
-        TrackError: an unknown `by`; or see `token_kinds`.
+        TrackError: an unknown `by`, or as in `token_kinds`.
     """
     require(by in ("kind", "state"), f"by must be 'kind' or 'state'; got {by!r}.", TrackError)
     codes, enum = (kinds(track), Kind) if by == "kind" else (states(track), PlaceState)

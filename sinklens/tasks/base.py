@@ -2,7 +2,7 @@
 
 A `Task` keeps every setting that can change a score (examples in the prompt, how the answer is read) in its fields, so
 equal tasks have equal prompts and verdicts. A *verdict* is True or False if the text alone decides. It is None if a
-program has to run; `sinklens.evaluation.sandbox` runs programs, this package does not.
+program has to run; `sinklens.evaluation.sandbox` runs programs; this package does not.
 
 An answer can also be *malformed*: not an answer of the required form. A model that has lost the form has not
 necessarily lost the skill; tables list malformed answers separately.
@@ -82,7 +82,7 @@ class Task(ABC):
     def verdict(self, sample: Sample, text: str) -> bool | None:
         """Whether `text` answers `sample` correctly; None if a program has to run to decide.
 
-        By default, whether `extract` finds in it what it finds in the reference.
+        By default, whether `extract` finds the same in `text` as in the reference.
         """
         return self.extract(text) == self.extract(sample.reference)
 
@@ -108,7 +108,7 @@ class CodeTask(Task):
     """A task whose answers are programs in HumanEval's format."""
 
     def verdict(self, sample: Sample, text: str) -> None:
-        """Always None: the text does not decide, the completion has to run."""
+        """Always None: the text does not decide; the completion has to run."""
 
     def malformed(self, sample: Sample, text: str) -> None:
         """Always None: whether a completion is a program is decided where it runs."""

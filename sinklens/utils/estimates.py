@@ -15,7 +15,7 @@ A resample is a weight for each unit (`resampling_weights`), so all resamples of
 ``scipy.stats.bootstrap`` follows the same procedure with indices; it needs memory for every value of every resample and
 draws other random numbers, which would change stored findings.
 
-Pitfall: overlapping limits do not imply that a paired difference may be zero. Look at the difference itself.
+Pitfall: a paired difference can exclude zero although the limits of the two overlap. Look at the difference itself.
 """
 
 import math
@@ -73,7 +73,7 @@ def proportion(right: int, total: int) -> Estimate:
     """Share of right answers with Wilson's 95 % score limits; NaN without samples.
 
     Raises:
-        SettingError: more are right than there are, or fewer than none.
+        SettingError: the number of right answers is negative, or larger than the number of answers.
     """
     from scipy.stats import binomtest
 
@@ -91,10 +91,10 @@ def proportion(right: int, total: int) -> Estimate:
 def unpaired(base: Estimate, other: Estimate) -> Estimate:
     """Difference of two shares, `other` minus `base`, with Newcombe's hybrid score limits for independent samples.
 
-    With shares p, q and Wilson's limits (l, u) and (m, v), the limits of q − p are q − p − √((q − m)² + (u − p)²) and
-    q − p + √((v − q)² + (p − l)²) (Newcombe, Statistics in Medicine 17, 1998, 873–890, method 10). Where both were
-    measured on the same questions, they are too wide, never too narrow, as long as the verdicts agree more often than
-    by chance. ``n`` is the smaller number of samples.
+    With shares p, q and Wilson's limits (l, u) and (m, v), the limits of q − p are q − p − √((q − m)² + (u − p)²) and q
+    − p + √((v − q)² + (p − l)²) (Newcombe, Statistics in Medicine 17, 1998, 873–890, method 10). If both were measured
+    on the same questions, these limits are too wide, never too narrow, as long as the verdicts agree more often than by
+    chance. ``n`` is the smaller number of samples.
     """
     gap = other.value - base.value
     down = math.hypot(other.value - other.low, base.high - base.value)
@@ -139,7 +139,7 @@ def mcnemar(lost: int, gained: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's correction for multiple tests: adjusted p values, in the given order.
 
-    It bounds the probability of any false claim. NaN values are not tests and stay.
+    It bounds the probability of any false claim. NaN values are not counted as tests and stay NaN.
     """
     from statsmodels.stats.multitest import multipletests
 
@@ -159,7 +159,7 @@ def outcomes(values: Shaped[np.ndarray, "unit *rest"], lowest: int, highest: int
         lowest, highest: range of the possible values.
 
     Raises:
-        SettingError: a value that is no integer from `lowest` to `highest`.
+        SettingError: a value that is not an integer from `lowest` to `highest`.
     """
     counts, possible = counted(values, lowest, highest)
     count = counts.sum(axis=-1)
@@ -327,7 +327,7 @@ def counted(
     """How often each integer of a range occurs over units, and the integers.
 
     Raises:
-        SettingError: a value that is no integer from `lowest` to `highest`.
+        SettingError: a value that is not an integer from `lowest` to `highest`.
     """
     possible = np.arange(lowest, highest + 1)
     values = np.asarray(values)

@@ -54,7 +54,7 @@ def inside(folder: Path, name: Any) -> Path:
     """The path in `folder` of a name that was read from a file.
 
     Raises:
-        ValueError: the name is no text, empty, absolute, or leads outside.
+        ValueError: the name is not text, empty, absolute, or leads outside.
     """
     parts = Path(name).parts if isinstance(name, str) else ()
     require(
