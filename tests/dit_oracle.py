@@ -6,21 +6,14 @@ Values have the names of hook points, and an edit replaces the value of its poin
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from building import PlainPass
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 PARTS = [f"hook_{part}_{what}" for part in ("attn", "mlp") for what in ("shift", "scale", "gate")]
-
-
-class Passed(NamedTuple):
-    """Logits of a pass, and its values by point."""
-
-    logits: Tensor
-    values: dict[str, Tensor]
 
 
 class PlainDit:
@@ -43,7 +36,7 @@ class PlainDit:
         time: float | Tensor = 0.0,
         edits: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         mask: Tensor | None = None,
-    ) -> Passed:
+    ) -> PlainPass:
         """Logits and values; `mask` is added to all attention scores."""
         w, values = self.weights, {}
 
@@ -88,7 +81,7 @@ class PlainDit:
             post = point(f"{at}.mlp.hook_post", functional.gelu(linear(f"{name}.mlp.0", read), approximate="tanh"))
             mlp = point(f"{at}.hook_mlp_out", gate_2 * linear(f"{name}.mlp.2", post))
             stream = point(f"{at}.hook_resid_post", stream + mlp)
-        return Passed(self.read_out(stream, cond, point), values)
+        return PlainPass(self.read_out(stream, cond, point), values)
 
     def times(self, time: float | Tensor, rows: int) -> Tensor:
         """The noise level of each row as the network reads it."""

@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/attention-floating.md: do anchors shift, and which layers attend to content?
 
-    python benchmarks/papers/attention_floating.py [MODEL ...]
+    python benchmarks/papers/attention_floating.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 21 held-out word problems, three of each template. The overlap of the sink sets (mean + 3 standard deviations in each
 head) of two consecutive steps and layers, beside those of a pattern that does not change (sinklens.analyses.nulls). And
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from templates import balanced, mean, row
+from templates import call, mean, row
 
 import sinklens
 from sinklens.analyses.nulls import null_of
@@ -54,13 +54,13 @@ def received(model: Any, run: Any, number: int) -> Float[np.ndarray, "kind layer
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(3)
-    for name in sys.argv[1:] or MODELS:
+    names, asked, settings = call(sys.argv[1:], MODELS, 3)
+    for name in names:
         model = sinklens.load(name)
         shares, there = [], []
         for number, one in enumerate(asked):
             with torch.no_grad():
-                run = sinklens.generate(model, one.prompt, progress=False)
+                run = sinklens.generate(model, one.prompt, progress=False, **settings)
                 shares.append([*overlaps(run.sinks), *overlaps(null_of(run, 0))])
                 there.append(received(model, run, number))
         cells = [mean(part, asked, ".0f") for part in np.array(shares).T]

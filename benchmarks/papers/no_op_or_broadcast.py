@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/no-op-or-broadcast.md: what the values of sinks hold, and what removing them costs.
 
-    python benchmarks/papers/no_op_or_broadcast.py [MODEL ...]
+    python benchmarks/papers/no_op_or_broadcast.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 21 held-out word problems, three of each template. Value norms and ranks are those of single passes over the canvases of
 steps 4, 12 and 20; written norms are those of values after the head's output matrix. Took 10 minutes on a fraction of
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from templates import balanced, mean, row
+from templates import call, mean, row
 from torch import Tensor
 
 import sinklens
@@ -72,31 +72,31 @@ def of_pass(model: Any, ids: Tensor) -> Float[np.ndarray, " measure"]:
     return found * np.array([100 if "%" in measure else 1 for measure in MEASURES])
 
 
-def cost(model: Any, prompt: str) -> Float[np.ndarray, "2"]:
+def cost(model: Any, prompt: str, settings: dict[str, Any]) -> Float[np.ndarray, "2"]:
     """KL divergence under replay without the values of the sinks, and without those of as much attention elsewhere."""
-    track = sinklens.generate(model, prompt, progress=False).sinks
+    track = sinklens.generate(model, prompt, progress=False, **settings).sinks
     sinks = EpsilonOverMean().detect(track)
     marked = with_same_mass(track, {"key": sinks}, sinks, acting(track))
     hooks = {name: AblateValues(detector=Marked(name), source=marked, by="zero") for name in ("key", "key same_mass")}
-    found = sweep(model, prompt, hooks, replay=True, progress=False)
+    found = sweep(model, prompt, hooks, replay=True, progress=False, **settings)
     return found["kl"].mean("step").isel(prompt=0).to_numpy()
 
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(3)
+    names, asked, settings = call(sys.argv[1:], MODELS, 3)
     print(MEASURES)
-    for name in sys.argv[1:] or MODELS:
+    for name in names:
         model = sinklens.load(name)
         parts, costs = [], []
         for one in asked:
-            run = sinklens.generate(model, one.prompt, record_sinks=False, progress=False)
+            run = sinklens.generate(model, one.prompt, record_sinks=False, progress=False, **settings)
             steps = [step for step in STEPS if step < run.steps_run]
             canvases = [run.canvas[:, step] for step in steps]
             if model.causal:
                 canvases = [canvas[:, : run.prompt_length + step] for step, canvas in zip(steps, canvases, strict=True)]
             parts.append(np.nanmean([of_pass(model, canvas) for canvas in canvases], axis=0))
-            costs.append([np.nan, np.nan] if model.causal else cost(model, one.prompt))
+            costs.append([np.nan, np.nan] if model.causal else cost(model, one.prompt, settings))
         values, kl = np.array(parts), np.array(costs)
         cells = [
             mean(values[:, number], asked, ".0f" if "%" in measure else ".2f")

@@ -1,12 +1,16 @@
 """Are early layers redundant in diffusion models? (docs/papers/redundant-layers.md)
 
+    python benchmarks/papers/redundant_layers.py [MODEL ...] [each=N] [SETTING=VALUE ...]
+
 For each layer: 1 − cosine of the streams that enter and leave it at prompt positions, and the KL divergence of the
 predictions when it is skipped, at every step on the canvases of the unchanged run. It took 35 seconds of CPU time on
 one core.
 """
 
+import sys
+
 import torch
-from templates import balanced, mean
+from templates import call, mean
 
 import sinklens
 from sinklens.experiments import of_step, sweep
@@ -36,9 +40,10 @@ def prompt_cosine(run: sinklens.Generation, layer: int) -> float:
 
 def main() -> None:
     """Print a row for each model and layer."""
-    problems = balanced(5)
+    names, problems, given = call(sys.argv[1:], list(MODELS), 5)
     prompts = [problem.prompt for problem in problems]
-    for name, settings in MODELS.items():
+    for name in names:
+        settings = MODELS.get(name, {}) | given
         model = sinklens.load(name)
         layers = range(model.cfg.n_layers)
         skips = {f"{layer}": SkipLayers(layers=[layer]) for layer in layers}

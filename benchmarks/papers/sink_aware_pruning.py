@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/sink-aware-pruning.md: do dominant sinks wander, and can pruning ignore them?
 
-    python benchmarks/papers/sink_aware_pruning.py [MODEL ...]
+    python benchmarks/papers/sink_aware_pruning.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 Variances over 14 held-out word problems, two of each template: of the run, of a pattern that does not change
 (analyses/nulls.py), and of canvases that decide the same tokens in random order. Then three quarters of the weights
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from templates import answers, balanced, geometric, mean, middle, row
+from templates import answers, call, geometric, mean, middle, row
 
 import sinklens
 from sinklens.analyses.edits import revealed
@@ -39,13 +39,13 @@ def calibration() -> list[Problem]:
 
 
 def cost(
-    model: Any, asked: Sequence[Problem], base: Any, logits: MaskedLogits, hooks: list[Any]
+    asked: Sequence[Problem], base: Any, logits: MaskedLogits, hooks: list[Any], settings: dict[str, Any]
 ) -> Float[np.ndarray, "2 prompt"]:
     """KL divergence on the canvases of `base`, and right answers, under `hooks`."""
     prompts, after, quiet = [one.prompt for one in asked], MaskedLogits(), {"record_sinks": False, "progress": False}
-    replayed = sinklens.generate(model, prompts, replay=base, hooks=[*hooks, after], **quiet)
+    replayed = sinklens.generate(base.model, prompts, replay=base, hooks=[*hooks, after], **quiet)
     kl = compare(base, replayed, logits.kept, after.kept)["kl"].mean("step").to_numpy()
-    run = sinklens.generate(model, prompts, hooks=hooks, **quiet)
+    run = sinklens.generate(base.model, prompts, hooks=hooks, **quiet, **settings)
     right = [read_answer(text or "") == one.result for text, one in zip(run.text, asked, strict=True)]
     return np.stack([kl, np.array(right, float)])
 
@@ -60,9 +60,9 @@ def in_random_order(model: Any, run: Any) -> SinkTrack:
     return build_track(score, ids, none, none, np.ones_like(none[:, 0]), np.full(none[:, 0].shape, -1), attrs)
 
 
-def variances(model: Any, asked: Sequence[Problem]) -> None:
+def variances(model: Any, asked: Sequence[Problem], settings: dict[str, Any]) -> None:
     """Print the variances of the positions of sinks, and how those of the run compare with a random order."""
-    runs = [sinklens.generate(model, one.prompt, progress=False) for one in asked]
+    runs = [sinklens.generate(model, one.prompt, progress=False, **settings) for one in asked]
     tracks_of = {"run": [run.sinks for run in runs], "static null": [null_of(run, 0) for run in runs]}
     if not model.causal:
         tracks_of["random order"] = [in_random_order(model, run) for run in runs]
@@ -76,11 +76,12 @@ def variances(model: Any, asked: Sequence[Problem]) -> None:
         print(row(model.name, "run / random order", geometric(ratio, asked)), flush=True)
 
 
-def pruning(model: Any, asked: Sequence[Problem]) -> None:
+def pruning(model: Any, asked: Sequence[Problem], settings: dict[str, Any]) -> None:
     """Print what pruning by each score costs."""
-    known = [sinklens.generate(model, one.prompt, progress=False) for one in calibration()]
+    known = [sinklens.generate(model, one.prompt, progress=False, **settings) for one in calibration()]
     logits, costs = MaskedLogits(), {}
-    base = sinklens.generate(model, [one.prompt for one in asked], hooks=[logits], progress=False)
+    prompts = [one.prompt for one in asked]
+    base = sinklens.generate(model, prompts, hooks=[logits], progress=False, **settings)
     norms = {
         "Wanda": input_norms(known, steps=STEPS),
         "without sinks": input_norms(known, steps=STEPS, without=MeanPlusStd()),
@@ -90,7 +91,7 @@ def pruning(model: Any, asked: Sequence[Problem]) -> None:
     choices |= {"magnitude": [PruneWeights(SHARE)]}
     choices |= {label: [PruneWeights(SHARE, "wanda", norms=found)] for label, found in norms.items()}
     for label, hooks in choices.items():
-        costs[label] = cost(model, asked, base, logits, hooks)
+        costs[label] = cost(asked, base, logits, hooks, settings)
         print(row(model.name, label, mean(costs[label][0], asked, ".2f"), answers(costs[label][1])), flush=True)
     for other in ("Wanda", "without random"):
         difference = costs["without sinks"][0] - costs[other][0]
@@ -99,11 +100,11 @@ def pruning(model: Any, asked: Sequence[Problem]) -> None:
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(2)
-    for name in sys.argv[1:] or MODELS:
+    names, asked, settings = call(sys.argv[1:], MODELS, 2)
+    for name in names:
         model = sinklens.load(name)
-        variances(model, asked)
-        pruning(model, asked)
+        variances(model, asked, settings)
+        pruning(model, asked, settings)
 
 
 if __name__ == "__main__":

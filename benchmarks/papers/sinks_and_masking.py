@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/sinks-and-masking.md: how many heads have a sink, and what masking keys costs.
 
-    python benchmarks/papers/sinks_and_masking.py [MODEL ...]
+    python benchmarks/papers/sinks_and_masking.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 Every model answers 21 held-out word problems, three of each template. It is masked as in Rulli et al. (2510.15731,
 Sec. 4.3), with one and five keys per head; and *steadily*, the strongest key of the unmasked run at the step before,
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from templates import answers, balanced, mean, row
+from templates import answers, call, mean, row
 
 import sinklens
 from sinklens.analyses.mass import attended, masks, with_same_mass
@@ -27,33 +27,36 @@ MODELS = ("tiny-llada", "tiny-dream", "tiny-llama")
 PAPER = {f"top {number}": MaskSinks(top_k=number) for number in (1, 5)}
 
 
-def right(model: Any, asked: Sequence[Problem], hooks: Any) -> Float[np.ndarray, " prompt"]:
+def right(model: Any, asked: Sequence[Problem], hooks: Any, settings: dict[str, Any]) -> Float[np.ndarray, " prompt"]:
     """1 for every right answer, else 0."""
-    run = sinklens.generate(model, [one.prompt for one in asked], hooks=hooks, record_sinks=False, progress=False)
+    prompts, quiet = [one.prompt for one in asked], {"record_sinks": False, "progress": False}
+    run = sinklens.generate(model, prompts, hooks=hooks, **quiet, **settings)
     return np.array([read_answer(text or "") == one.result for text, one in zip(run.text, asked, strict=True)], float)
 
 
-def steady(model: Any, one: Problem) -> tuple[dict[str, MaskKeys], float]:
+def steady(model: Any, one: Problem, settings: dict[str, Any]) -> tuple[dict[str, MaskKeys], float]:
     """The steady masks of one prompt, and the share of heads and steps with a sink."""
     study = Necessity()
-    track = study.generate(model, [one.prompt], {}).run.sinks
+    track = study.generate(model, [one.prompt], settings).run.sinks
     assert track is not None
     sinks = EpsilonOverMean().detect(track)
-    mass = attended(study, model, one.prompt, {}, track)
+    mass = attended(study, model, one.prompt, settings, track)
     marked = with_same_mass(track, {"key": StrongestKeys().detect(track)}, sinks, mass)
     return masks(marked, "key"), float(sinks.any("pos").mean())
 
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(3)
-    for name in sys.argv[1:] or MODELS:
+    names, asked, settings = call(sys.argv[1:], MODELS, 3)
+    for name in names:
         model = sinklens.load(name)
-        base = right(model, asked, [])
-        lost = {label: base - right(model, asked, hook) for label, hook in PAPER.items()}
-        found = [steady(model, one) for one in asked]
+        base = right(model, asked, [], settings)
+        lost = {label: base - right(model, asked, hook, settings) for label, hook in PAPER.items()}
+        found = [steady(model, one, settings) for one in asked]
         for label in ("strongest", "random", "same_mass"):
-            one_by_one = [right(model, [one], hooks[label]) for one, (hooks, _) in zip(asked, found, strict=True)]
+            one_by_one = [
+                right(model, [one], hooks[label], settings) for one, (hooks, _) in zip(asked, found, strict=True)
+            ]
             lost[label] = base - np.concatenate(one_by_one)
         lost["strongest − same_mass"] = lost["strongest"] - lost["same_mass"]
         print(list(lost))

@@ -5,7 +5,9 @@ differ, so means have the t interval over the means of the templates (docs/conce
 answers have score intervals over prompts instead, which stay within their range.
 """
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -16,6 +18,31 @@ from sinklens.analyses.estimates.ratios import median
 from sinklens.evaluation.verification import mean_of
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
 from sinklens.utils.estimates import Estimate, outcomes
+
+
+class Call(NamedTuple):
+    """What a script is asked to measure.
+
+    Attributes:
+        models: names of models.
+        problems: the problems, equally many of each template.
+        settings: sampler settings of its runs.
+    """
+
+    models: Sequence[str]
+    problems: list[Problem]
+    settings: dict[str, Any]
+
+
+def call(given: Sequence[str], models: Sequence[str], each: int) -> Call:
+    """The arguments of a script: ``[MODEL ...] [each=N] [SETTING=VALUE ...]``.
+
+    Args:
+        models, each: models, and problems of each template, if none are given.
+    """
+    settings = {name: json.loads(value) for name, _, value in (one.partition("=") for one in given if "=" in one)}
+    problems = balanced(settings.pop("each", each))
+    return Call([one for one in given if "=" not in one] or models, problems, settings)
 
 
 def balanced(

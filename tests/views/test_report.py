@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
+from sinklens.interventions import AblateHeads
 from sinklens.sinks import EpsilonOverMean, Record, build_track
 from sinklens.tasks import held_out
 from sinklens.views import most_moving_head, pattern_at, report
@@ -199,18 +200,12 @@ def test_the_page_of_a_run_that_stopped_early_says_so(tiny_llada):
     assert [f"{ran} of 24", "steps"] in given["facts"]
 
 
-def blind(pattern, hook):
-    """Nothing attends from the third head."""
-    pattern[:, 2] = 0
-    return pattern
-
-
 def test_recorded_patterns_are_the_default_and_the_page_of_a_changed_run_explains_missing_ones(tiny_llada):
-    hooks, prompt = [("blocks.0.attn.hook_pattern", blind)], held_out(1)[0].prompt
-    given = info_of(build(material(sinklens.generate(tiny_llada, prompt, hooks=hooks))))
+    blind, prompt = AblateHeads(layers=[0], heads=[2]), held_out(1)[0].prompt
+    given = info_of(build(material(sinklens.generate(tiny_llada, prompt, hooks=blind))))
     assert given["attention"]["places"] == []
     assert "hooks or the trace's block changed the run" in given["attention"]["why"]
-    kept = sinklens.generate(tiny_llada, prompt, hooks=hooks, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
+    kept = sinklens.generate(tiny_llada, prompt, hooks=blind, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
     places = info_of(build(material(kept)))["attention"]["places"]
     assert [(step, layer) for step, layer, _ in places] == [(2, 1), (7, 3)]
 

@@ -1,24 +1,13 @@
-"""The intervals in the tables of docs/papers/ are those that their captions name."""
+"""The intervals in the tables of docs/papers/ are those that their captions name; a script asks what it is told to."""
 
-import importlib
-from pathlib import Path
 from statistics import stdev
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers"
 
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The helpers of the scripts."""
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module("templates")
-
-
-def test_the_interval_is_that_of_the_means_of_templates(tables):
+def test_the_interval_is_that_of_the_means_of_templates(script):
+    tables = script("templates")
     asked = tables.balanced(2)
     values = np.arange(14.0) ** 2
     values[3] = np.nan  # of the second template, 4 is left
@@ -34,5 +23,10 @@ def test_the_interval_is_that_of_the_means_of_templates(tables):
     ([1.0] * 13 + [0.0], 0, "93 [69, 99]"),
     ([0.0] * 21, -1, "0 [−15, 15]"),  # Tango
 ])  # fmt: skip
-def test_answers_have_score_intervals(tables, values, lowest, text):
-    assert tables.answers(np.array(values), lowest) == text
+def test_answers_have_score_intervals(script, values, lowest, text):
+    assert script("templates").answers(np.array(values), lowest) == text
+
+
+def test_models_sizes_and_settings_can_be_given(script):
+    found = script("templates").call(["a", "each=1", "steps=8"], ("b",), 3)
+    assert (found.models, len(found.problems), found.settings) == (["a"], 7, {"steps": 8})
