@@ -76,7 +76,7 @@ def right(run: sinklens.Generation, problems: Sequence[Problem]) -> np.ndarray:
 def first_guess(run: sinklens.Generation, number: int, place: int) -> int:
     """The token that step 0 of a row predicts at a place of the answer."""
     at = {"steps": [0], "layers": [run.model.cfg.n_layers - 1], "positions": [start_of(run, number) + place]}
-    return int(logit_lens(run.model, run, row=number, top_k=1, **at)["token"])
+    return int(logit_lens(run.model, run, row=number, top_k=1, **at)["token"].item())
 
 
 def start_of(run: sinklens.Generation, number: int) -> int:

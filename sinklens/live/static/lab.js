@@ -136,12 +136,19 @@ async function opened(id) {
   return live;
 }
 
+// A run with the scores of the layer that will be shown: figures that are pointed at read them at once.
+async function withLayer(of) {
+  const { layer } = chosen();
+  await of?.load(of.held.includes(layer) ? layer : ALL);
+  return of;
+}
+
 // Puts the run that should be shown onto the page, and the comparison if there are two.
 const present = attempt(async () => {
   drawState();
   const id = shownId();
   if (!id) return;
-  const wanted = (lab.wanted = id), next = await opened(id).catch((error) => {
+  const wanted = (lab.wanted = id), next = await opened(id).then(withLayer).catch((error) => {
     if (lab.wanted === wanted) byId("results").hidden = true; // not the figures of another run under its name
     throw error;
   });
