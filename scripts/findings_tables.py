@@ -98,7 +98,6 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("heads with a sink, per mask, %", 100.0, 1, {"measure": "per_place", "kind": "mask"}),
     ("heads with a sink, per delimiter, %", 100.0, 1, {"measure": "per_place", "kind": "delimiter"}),
     ("sinks that are no-ops, %", 100.0, 1, {"measure": "no_op_share"}),
-    ("log2 of key norms at sinks ÷ at other keys", 1.0, 2, {"measure": "key_ratio"}),
     ("cosine of queries with keys, at sinks − at other keys", 1.0, 2, {"measure": "alignment"}),
     ("nats lost by hiding all sinks", 1.0, 2, {"measure": "cost", **HIDDEN}),
     ("… attention hidden, %", 100.0, 0, {"measure": "removed", **HIDDEN}),
@@ -107,7 +106,7 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("a mask filled in: strongest key changes, %", 100.0, 1,
      {"measure": "jump_share", "edit": "revealed", "lead": 0.0}),
 )  # fmt: skip
-ALONE = ("first_strongest", "key_ratio", "alignment")  # measures that only the first table has
+ALONE = ("first_strongest", "alignment")  # measures that only the first table has
 SEEN = (
     *(("first", sees) for sees in (
         "everything", "itself", "one other key", "itself and 15 keys",
@@ -144,10 +143,14 @@ TABLES: dict[str, Table] = {
     "pair_shares": Table("pair-texts", tuple(
         Row(f"{label}, {100 * share:.0f} % masked", {"share": share, **where}, scale, digits)
         for label, scale, digits, where in PAIR_ROWS
-        if where["measure"] not in (*ALONE, "removed", "nats") and where.get("kind") != "mask"
+        if where["measure"] not in (*ALONE, "removed", "nats", "sink_heads") and where.get("kind") != "mask"
         and where.get("edit") != "edited, later"
         for share in (0.05, 0.9)
     ), models=PAIR[2:]),
+    "pair_pairs": Table("pair-pairs", (
+        percent("heads with a sink, points", measure="heads with a sink, of 1", share=0.15),
+        percent("strongest key changes, a token replaced, points", measure="jumps, a token replaced, later queries"),
+    ), models=(f"{PAIR[2]} − {PAIR[1]}",)),
     "pair_fates": Table("pair-fates", tuple(
         percent(label, measure=fate, token=token, share=0.15)
         for label, fate, token in (
