@@ -9,7 +9,7 @@ Records may have further fields, which tables ignore; descriptions of runs may n
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -28,7 +28,7 @@ CONDITION = {
 }  # fmt: skip
 PROTOCOL = {
     "name": str, "task": str, "settings?": {EACH: dict}, "shots": Size | None, "extractor": str | None,
-    "chat_template": bool, "mode?": str, "sampler?": str,
+    "chat_template": bool | Literal["plain"], "mode?": str, "sampler?": str,
 }  # fmt: skip
 RUN = {
     "model": str, "family": str, "sampler": str, "revision": str, "weights": str, "dtype": str, "seed": Seed,

@@ -6,7 +6,8 @@ import pytest
 
 from sinklens import load
 from sinklens.errors import PromptError, PromptWarning, SettingError
-from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, EvalProtocol
+from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, EvalProtocol, evaluate
+from sinklens.evaluation.checked import evaluations
 from sinklens.evaluation.conditions import UNMASKED
 from sinklens.evaluation.protocols import departures, find_protocol
 from sinklens.evaluation.units import Batch, Job
@@ -199,9 +200,11 @@ def test_a_listed_protocol_stays_plain_text_without_a_chat_template(tiny_llada, 
     path.write_text('{"prompt": "Question: 1 + 1?", "expected": "2"}\n')
     short = PROTOCOLS["llada-gsm8k"].with_settings({"gen_length": 8, "steps": 2, "block_length": 8})
     with pytest.warns(PromptWarning, match="has no chat template, so the prompts of llada-gsm8k stay plain text"):
-        what, records = ledger(short)
-    assert what["protocol"]["chat_template"] == "plain"
-    assert "chat_template plain, not True" in departures(what)
+        records = ledger(short)[1]
+        evaluate(tiny_llada, replace(short, task="prompts"), UNMASKED, tmp_path, task=Prompts(path))
+    (run,) = evaluations(tmp_path)
+    assert run.what["protocol"]["chat_template"] == "plain"
+    assert "chat_template plain, not True" in departures(run.what)
     _, plain = ledger(replace(short, chat_template=False))
     assert records[0]["tokens"] == plain[0]["tokens"]
     with pytest.raises(PromptError, match="has no chat template"):
