@@ -22,7 +22,7 @@ from sinklens.model import fetching
 from sinklens.model.fetching import REPOSITORY
 from sinklens.utils.documents import read_json
 from sinklens.utils.folders import inside
-from sinklens.utils.hub import download, refuse_revision
+from sinklens.utils.hub import download, on_hub, refuse_missing, refuse_revision
 
 SHIPPED_FOLDER = "shipped"
 REPOSITORY_MODELS = ("tiny-llada-skills", "tiny-llama-skills", "tiny-text", "tiny-text-causal")
@@ -75,7 +75,8 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         weights: whether they are downloaded too.
 
     Raises:
-        CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
+        CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder or is missing
+            for a name on the hub that begins like a folder here.
     """
     path = _shipped().get(str(name_or_path), Path(name_or_path))
     if str(name_or_path) in (fetching.BASE, *fetching.ARMS) and not path.is_dir():
@@ -94,13 +95,13 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         f"models/{name_or_path} of a checkout.",
         CheckpointError,
     )
-    looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
     require(
-        not looks_local,
-        f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
+        on_hub(name_or_path) and str(name_or_path).count("/") == 1,
+        f"{str(name_or_path)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
         f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}",
         CheckpointError,
     )
+    refuse_missing(name_or_path, revision)
     wanted = [pattern for pattern in _DOWNLOADED if weights or pattern != "*.safetensors"]
     return download(str(name_or_path), revision, wanted)
 

@@ -57,7 +57,7 @@ class LoadRequest:
     dtype: str | torch.dtype = "auto"
     device: str | torch.device | int | None = None
     device_map: DeviceMap | None = None
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     family: str | None = None
     block_length: Count | None = None
     mask_token_id: TokenId | None = None

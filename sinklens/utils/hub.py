@@ -25,13 +25,7 @@ def local(path: str | Path, revision: str | None, files: Sequence[str]) -> Path:
     if Path(path).exists() or not on_hub(path):
         refuse_revision(path, revision)
         return Path(path)
-    first = Path(path).parts[0]
-    require(
-        revision is not None or not Path(first).is_dir(),
-        f"{path} does not exist, and is read as a path because there is a folder {first}. Check its spelling; for the "
-        f"repository of that name on the hub, pass revision='main'.",
-        CheckpointError,
-    )
+    refuse_missing(path, revision)
     repository, inner = parts_of(path)
     return download(repository, revision, [str(inner / name) for name in files]) / inner
 
@@ -51,6 +45,17 @@ def parts_of(name: str | Path) -> tuple[str, Path]:
 def refuse_revision(path: str | Path, revision: str | None) -> None:
     says = f"revision {revision!r} applies to names on the hub, and {path} is on disk. Leave revision out."
     require(revision is None, says, CheckpointError)
+
+
+def refuse_missing(path: str | Path, revision: str | None) -> None:
+    """Check that `path`, which does not exist, does not begin with a folder that does, unless a revision is given."""
+    first = Path(path).parts[0]
+    require(
+        revision is not None or not Path(first).is_dir(),
+        f"{path} does not exist, and is read as a path because there is a folder {first}. Check its spelling; for the "
+        f"repository of that name on the hub, pass revision='main'.",
+        CheckpointError,
+    )
 
 
 def reason_of(error: Exception) -> str:

@@ -106,8 +106,10 @@ def test_a_download_uses_the_revision_and_skips_code_and_pickles(monkeypatch, tm
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_checkpoint("someone/model", "v9") == tmp_path
     assert (requested["name"], requested["revision"]) == ("someone/model", "v9")
-    wanted = ["config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "tokenizer.json"]
-    wanted += ["tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    wanted = [
+        "config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    ]  # fmt: skip
     unwanted = ["modeling_llada.py", "pytorch_model.bin", "consolidated.00.pth", "README.md", "model.gguf"]
     assert list(filter_repo_objects([*wanted, *unwanted], allow_patterns=requested["allow_patterns"])) == wanted
 
@@ -172,6 +174,7 @@ UNKNOWN = "is neither a folder nor a shipped checkpoint \\("
         *((name, None, f"'{name}' {UNKNOWN}") for name in ("./nowhere", "/no/such/folder", "a/b/c", "~/models/llada")),
         ("tiny-lada", None, f"'tiny-lada' {UNKNOWN}.*Nearest: tiny-llada"),
         (".", "v1", r"revision 'v1' applies to names on the hub, and .* is on disk"),
+        ("tests/nowhere", None, r"^tests/nowhere does not exist, .* because there is a folder tests\. Check its spell"),
         (__file__, None, r"test_files\.py is a file; pass the folder that contains config\.json"),
     ],
 )

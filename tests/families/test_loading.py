@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import sinklens
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.model import loading, reading
 
 LLADA_HEAD = "model.transformer.ff_out.weight"
@@ -358,18 +358,22 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "torch does not know the device 'gpu'; pass 'cpu', 'cuda' or 'cuda:1'"),
     ({"device": "cuda:77"}, r"device 'cuda:77' is not available: torch sees \d+ GPUs"),
     ({"revision": "v1"}, "revision 'v1' applies to names on the hub"),
+    ({"tokenizer": "words"}, "tokenizer must be a PreTrainedTokenizerBase or None; got 'words'"),
+    ({"adapter": "tests/nowhere"}, "tests/nowhere does not exist, and is read as a path because there is a folder"),
 ]
-REJECTED = [*((spoil, {}, message) for spoil, message in SPOILED.values())]
-REJECTED += [((lambda folder: None), given, message) for given, message in ARGUMENTS]
+REJECTED = [
+    *((spoil, {}, message) for spoil, message in SPOILED.values()),
+    *((lambda folder: None, given, message) for given, message in ARGUMENTS),
+]
 
 
 @pytest.mark.parametrize(
     ("spoil", "given", "message"), REJECTED, ids=[*SPOILED, *(str(given) for given, _ in ARGUMENTS)]
 )
-@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.usefixtures("nothing_loads", "unchecked")
 def test_a_spoiled_checkpoint_or_argument_is_rejected_before_weights_are_read(llada, spoil, given, message):
     spoil(llada)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises((CheckpointError, SettingError), match=message):
         sinklens.load(llada, **given)
 
 
