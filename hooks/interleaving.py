@@ -31,6 +31,7 @@ from torch import nn
 
 from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest, require
 from sinklens.hooks.turn import Turn, in_turn
+from sinklens.hooks.weights import MlpWeights, SaysWhy
 
 # Classes that cannot be imported once `object` has `save`: beartype hashes the attributes of `object`, and `save` is
 # unhashable; anyio requires a type for each attribute of the classes behind its event loop and its files. nnsight
@@ -282,7 +283,11 @@ class _ModuleEnvoy(Envoy):
         return type(self.__dict__.get("_module", self))
 
 
-class Root(NNsight):
+class _WeightsEnvoy(SaysWhy, Envoy):
+    """A wrapper that says why a weight is missing."""
+
+
+class Root(SaysWhy, NNsight):
     """The root of a tree of modules that trace blocks can be opened on.
 
     Attributes:
@@ -304,7 +309,7 @@ class Root(NNsight):
             module,
             interleaver=_Announced(self._serve),
             rename={f"{inner}.{name}": name for name in second} or None,
-            envoys=dict.fromkeys(as_modules, _ModuleEnvoy) or None,
+            envoys=dict[Any, Any](dict.fromkeys(as_modules, _ModuleEnvoy)) | {MlpWeights: _WeightsEnvoy},
         )
         self._forwards = {part: old for part, old in forwards.items() if not isinstance(old, Controller)}
         self._parked: dict[nn.Module, tuple[Any, Any]] = {}

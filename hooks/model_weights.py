@@ -24,7 +24,7 @@ from transformer_lens.utilities import composition_scores
 from sinklens.errors import require
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
-from sinklens.hooks.weights import Reader, bias_of
+from sinklens.hooks.weights import AbsentError, Reader, SaysWhy, bias_of
 from sinklens.utils.integers import as_integer
 
 
@@ -40,13 +40,14 @@ def _stacked(part: str, name: str) -> property:
             len(shapes) == 1,
             f"{name} cannot be stacked, because the layers of this model differ: {found}; read one layer's "
             f"as model.blocks[layer].{part}.{name}.",
+            AbsentError,
         )
         return torch.stack(weights)
 
     return property(stack, doc=f"`{name}` of all layers, [layer, ...].")
 
 
-class ModelWeights:
+class ModelWeights(SaysWhy):
     """Weights of the tree: stacked over layers, circuits, and directions of tokens in the stream."""
 
     cfg: Any
@@ -93,10 +94,12 @@ class ModelWeights:
         """Learned embeddings of positions.
 
         Raises:
-            SettingError: the model has none.
+            AbsentError: the model has none.
         """
         require(
-            self.architecture.positions, "this model rotates queries and keys by position; it has no learned positions."
+            self.architecture.positions,
+            "this model rotates queries and keys by position; it has no learned positions.",
+            AbsentError,
         )
         return weight_of(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.positions}"))
 

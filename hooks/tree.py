@@ -45,6 +45,7 @@ from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
 from sinklens.hooks.taps import connect, connect_encoder, connect_time, tap_output
 from sinklens.hooks.turn import in_turn
+from sinklens.hooks.weights import AbsentError
 
 
 class HookTree(ModelWeights, HookFront):
@@ -160,11 +161,12 @@ class HookTree(ModelWeights, HookFront):
         """The passes of the encoder and of the canvas.
 
         Raises:
-            SettingError: the model has no encoder.
+            AbsentError: the model has no encoder.
         """
         require(
             self.architecture.encoder,
             f"a {self.hf.config.model_type} model has no encoder; its passes cover the canvas.",
+            AbsentError,
         )
         return CanvasPass(self.hf, self.architecture, self.watch)
 

@@ -30,6 +30,23 @@ from sinklens.errors import SettingError, require
 from sinklens.hooks.offload import class_forward, form_of, value_of, weight_of
 
 
+class AbsentError(SettingError, AttributeError):
+    """A weight or a part that a model does not have; `hasattr` is False."""
+
+
+class SaysWhy:
+    """A module, or nnsight's wrapper of one, whose missing weights say why they are missing.
+
+    Where a property raises an `AttributeError`, Python calls ``__getattr__``, and those of PyTorch and nnsight know no
+    reason. This one reads the property once more.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module", self)  # of a wrapper
+        found = getattr(type(module), name, None)
+        return found.__get__(module) if isinstance(found, property) else super().__getattr__(name)  # type: ignore[misc]
+
+
 def per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_model d_head"]:
     """The weights of a projection into heads."""
     return weight_of(linear).unflatten(0, (-1, d_head)).transpose(-1, -2)
@@ -126,23 +143,24 @@ def _of_mlp(name: str, make: Callable[[nn.Module], Tensor], meaning: str) -> pro
     def read(points: Any) -> Tensor:
         projections = points.__dict__["_projections"]
         if not projections:
-            raise SettingError(
+            raise AbsentError(
                 f"the MLP of layer {points.hook_expert_out.layer()} is a mixture of experts, so it has no W_gate, "
                 f"W_in, W_out, b_gate or b_in; the weights of its experts are parameters of model.tree.hf."
             )
         require(
             name in projections,
             "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre.",
+            AbsentError,
         )
         return make(projections[name])
 
     return property(read, doc=meaning)
 
 
-class MlpWeights:
+class MlpWeights(SaysWhy):
     """Weights of one MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
 
-    Without a gate it computes ``act(x @ W_in + b_in) @ W_out``, and W_gate and b_gate raise a `SettingError`. So do all
+    Without a gate it computes ``act(x @ W_in + b_in) @ W_out``, and W_gate and b_gate raise an `AbsentError`. So do all
     but `b_out` in a layer that has only experts.
 
     The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name, and the

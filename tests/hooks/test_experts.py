@@ -22,8 +22,11 @@ from sinklens.hooks.names import EXPERTS as SPECS
 
 ARCHITECTURES = sorted(EXPERTS)
 MLP = "blocks.1.mlp"
-RULES = [("softmax", "qwen3_moe", {}), ("softmax", "qwen3_moe", {"norm_topk_prob": False})]
-RULES += [("grouped sigmoid", "glm4_moe", {}), ("grouped sigmoid", "glm4_moe", {"norm_topk_prob": False})]
+RULES = [
+    (rule, architecture, config)
+    for rule, architecture in (("softmax", "qwen3_moe"), ("grouped sigmoid", "glm4_moe"))
+    for config in ({}, {"norm_topk_prob": False})
+]
 
 
 def edited(architecture: str, causal: bool, name: str, edit, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,8 +88,10 @@ def test_an_edit_beside_the_routing_has_the_same_effect_as_in_plain_torch(archit
 def test_a_softmax_router_avoids_experts_with_minus_infinity():
     model, ids, chosen = shared_model("qwen3_moe"), random_ids(), []
     name = f"{MLP}.hook_router_logits"
-    hooks = [(name, lambda value, hook: without_the_best(value))]
-    hooks += [(f"{MLP}.hook_expert_indices", lambda value, hook: chosen.append(value))]
+    hooks = [
+        (name, lambda value, hook: without_the_best(value)),
+        (f"{MLP}.hook_expert_indices", lambda value, hook: chosen.append(value)),
+    ]
     assert model.run_with_hooks(ids, fwd_hooks=hooks).isfinite().all()
     assert not (chosen[0] == plain_pass(model, ids).values[name].argmax(dim=-1, keepdim=True)).any()
     close(*edited("qwen3_moe", False, name, without_the_best))
@@ -106,6 +111,8 @@ REFUSED = [
         lambda: shared_model("qwen3_moe").tree.W_in,
         "the MLP of layer 1 is a mixture of experts, so it has no W_gate, W_in",
     ),
+    (lambda: shared_model("qwen3_moe").blocks[1].mlp.W_in, "the MLP of layer 1 is a mixture of experts"),
+    (lambda: shared_model("qwen3_moe").W_pos, "this model rotates queries and keys by position"),
 ]
 
 
@@ -113,6 +120,11 @@ REFUSED = [
 def test_experts_and_weights_that_do_not_exist_are_refused(call, text):
     with pytest.raises(SettingError, match=text):
         call()
+
+
+def test_a_weight_that_does_not_exist_is_no_attribute():
+    model = shared_model("qwen3_moe")
+    assert not any(hasattr(*of) for of in ((model, "W_pos"), (model, "W_in"), (model.blocks[1].mlp, "W_in")))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
