@@ -190,7 +190,7 @@ class Lab:
 def lab(
     model: Any,
     *,
-    compare: Sequence[Any] = (),
+    compare: Any = (),
     keep: str | Path | None = None,
     port: int = 0,
     **loading: Any,
@@ -202,7 +202,7 @@ def lab(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        compare: further models, for the same prompts.
+        compare: a further model, or several, for the same prompts.
         keep: folder for the runs; by default they are deleted when the lab closes.
         port: the port; 0 takes a free one.
         **loading: arguments of `sinklens.load`, for models given by name or folder.
@@ -218,7 +218,8 @@ def lab(
 
     listener = bound(port)
     try:
-        models, folder = lab_models([model, *compare], **loading), None if keep is None else Path(keep)
+        others = compare if isinstance(compare, Sequence) and not isinstance(compare, str) else [compare]
+        models, folder = lab_models([model, *others], **loading), None if keep is None else Path(keep)
         opened = Lab(models, keep=folder, listener=listener, framed=True)
     except BaseException:
         listener.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import PromptError, SettingError, require
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
 from sinklens.hooks.interleaving import opens_block
@@ -78,8 +78,10 @@ def generate_as(
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    if return_type not in RETURN_TYPES:
-        raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
+    require(
+        return_type in RETURN_TYPES,
+        f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.",
+    )
     side_of(padding_side)  # a run pads on the left
     prompt = _prompt(model, given, prepend_bos, attention_mask)
     chosen = _settings(model, settings, max_new_tokens, do_sample, use_past_kv_cache)
@@ -137,12 +139,16 @@ def _settings(
             raise SettingError(f"model.generate has no argument {name}= for this model: {advice}.")
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if length is not None:
-        if "gen_length" in chosen:
-            raise SettingError("max_new_tokens and gen_length are the same setting; pass one of them.")
+        require(
+            "gen_length" not in chosen,
+            "max_new_tokens and gen_length are the same setting; pass one of them.",
+        )
         chosen["gen_length"] = length
     if do_sample is not None:
-        if "temperature" not in names:
-            raise SettingError("the sampler of this model has no temperature, so do_sample= has no meaning; omit it.")
+        require(
+            "temperature" in names,
+            "the sampler of this model has no temperature, so do_sample= has no meaning; omit it.",
+        )
         greedy = {name: value for name, value in chosen.items() if name not in ("top_p", "top_k")} | {
             "temperature": 0.0
         }

@@ -34,7 +34,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import CheckpointError, SettingError
+from sinklens.errors import CheckpointError, SettingError, require
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
 from sinklens.model import Model, load
@@ -42,9 +42,10 @@ from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, require_run
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
-from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.arguments import Seed, as_tuple, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_text
+from sinklens.utils.integers import as_integer
 
 FORMAT = "canvases 1"
 MOST_CANVASES = 2**30  # bytes of a file
@@ -77,15 +78,19 @@ class RecordedCanvases:
 
     def __post_init__(self) -> None:
         length = len(self.prompt_ids)
-        if self.canvas.ndim != 2 or self.canvas.shape != self.undecided.shape or len(self.canvas) < 2:
-            raise SettingError(
-                f"a recorded run has at least two canvases [steps + 1, positions], and as many undecided flags; got "
-                f"{list(self.canvas.shape)} and {list(self.undecided.shape)}."
-            )
-        if not length < self.canvas.shape[1] or self.canvas[0, :length].tolist() != list(self.prompt_ids):
-            raise SettingError("the first canvas must begin with prompt_ids, and have positions after them.")
-        if not bool(self.undecided[0, length:].any()) or bool(self.undecided[0, :length].any()):
-            raise SettingError("the first canvas must have undecided positions, all of them after the prompt.")
+        require(
+            self.canvas.ndim == 2 and self.canvas.shape == self.undecided.shape and len(self.canvas) >= 2,
+            f"a recorded run has at least two canvases [steps + 1, positions], and as many undecided flags; got "
+            f"{list(self.canvas.shape)} and {list(self.undecided.shape)}.",
+        )
+        require(
+            length < self.canvas.shape[1] and self.canvas[0, :length].tolist() == list(self.prompt_ids),
+            "the first canvas must begin with prompt_ids, and have positions after them.",
+        )
+        require(
+            self.undecided[0, length:].any() and not self.undecided[0, :length].any(),
+            "the first canvas must have undecided positions, all of them after the prompt.",
+        )
 
     @property
     def steps(self) -> int:
@@ -133,8 +138,8 @@ class RecordedCanvases:
 
 
 def _integers(key: str, given: Any) -> list[int]:
-    if not isinstance(given, list) or any(type(number) is not int for number in given):
-        raise SettingError(f"{key} must hold integers in lists; got {given!r:.80}.")
+    valid = isinstance(given, list) and all(type(number) is int for number in given)
+    require(valid, f"{key} must hold integers in lists; got {given!r:.80}.")
     return given
 
 
@@ -161,8 +166,7 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
     found = []
     for row, real in enumerate(run.real):
         active = run.active[row].nonzero()[:, 0] if run.active.shape[1] else torch.arange(run.steps_run)
-        if not len(active):
-            raise SettingError(f"no step worked on row {row}; leave it out.")
+        require(len(active), f"no step worked on row {row}; leave it out.")
         canvas = run.canvas[row, : int(active[-1]) + 2, real]
         undecided = run.undecided[row, : int(active[-1]) + 2, real]
         prompt = canvas[0, : int(real[: run.prompt_length].sum())].tolist()
@@ -172,9 +176,11 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
     return found
 
 
-def write_canvases(runs: Iterable[Generation | RecordedCanvases], path: str | Path) -> None:
-    """Write runs as JSON Lines (see the module); each row of a batch becomes a line."""
-    parts = [[run] if isinstance(run, RecordedCanvases) else recorded_canvases(run) for run in runs]
+def write_canvases(
+    runs: Generation | RecordedCanvases | Iterable[Generation | RecordedCanvases], path: str | Path
+) -> None:
+    """Write one run or several as JSON Lines (see the module); each row of a batch becomes a line."""
+    parts = [[run] if isinstance(run, RecordedCanvases) else recorded_canvases(run) for run in as_tuple(runs)]
     write_file(path, "".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
 
 
@@ -197,8 +203,8 @@ def read_canvases(path: str | Path) -> list[RecordedCanvases]:
 
 
 def from_history(
-    history: Sequence[Int[Tensor, "batch _"]],
-    prompts: Sequence[Sequence[int]],
+    history: Iterable[Int[Tensor, "*batch _"]],
+    prompts: Iterable[int | Sequence[int]],
     mask_id: int,
     *,
     has_start: bool,
@@ -219,8 +225,8 @@ def from_history(
     Padding that completes the prompts' first block is recognized with the help of `prompts`.
 
     Args:
-        history: the canvases.
-        prompts: token ids of each row's prompt, without padding.
+        history: the canvases, in the order of the steps; [pos] for a single prompt.
+        prompts: token ids of each row's prompt, without padding; those of a single prompt need no list around them.
         mask_id: the mask token.
         has_start: whether the first canvas is the one before the first step, or the one after it. The canvases alone do
             not show which, since a step may decide nothing.
@@ -230,32 +236,38 @@ def from_history(
     Raises:
         SettingError: no canvases, canvases that shrink, or a row does not hold its prompt.
     """
-    if not history or len(history[0]) != len(prompts):
-        raise SettingError(
-            f"history must hold canvases [batch, pos] of {len(prompts)} prompts; got {len(history)} canvases"
-            f"{f' of {len(history[0])} rows' if history else ''}."
-        )
-    widths = [canvas.shape[1] for canvas in history]
-    if widths != sorted(widths):
-        raise SettingError(f"canvases of one run may grow by blocks, but not shrink; their lengths are {widths}.")
-    canvases = torch.stack(
-        [pad(one.detach().cpu().long(), (0, widths[-1] - one.shape[1]), value=mask_id) for one in history], dim=1
+    listed: Any = list(prompts)
+    steps = [torch.atleast_2d(canvas) for canvas in history]
+    single = all(as_integer(one) is not None for one in listed)
+    rows = [[int(token) for token in prompt] for prompt in ([listed] if single else listed)]
+    require(
+        steps and len(steps[0]) == len(rows),
+        f"history must hold canvases [batch, pos], one for each step, of {len(rows)} prompts; got {len(steps)} canvases"
+        f"{f' of {len(steps[0])} rows' if steps else ''}.",
     )
-    end = longest = max(map(len, prompts))
+    widths = [canvas.shape[1] for canvas in steps]
+    require(
+        widths == sorted(widths),
+        f"canvases of one run may grow by blocks, but not shrink; their lengths are {widths}.",
+    )
+    canvases = torch.stack(
+        [pad(one.detach().cpu().long(), (0, widths[-1] - one.shape[1]), value=mask_id) for one in steps], dim=1
+    )
+    end = longest = max(map(len, rows))
     if padding_side == "left":
         first, grows = canvases[:, 0].tolist(), has_start and widths[0] < widths[-1]
         ends = [*([widths[0]] if grows else ()), *range(longest, widths[-1])]  # a block of padding may come first
-        rows = [(row, list(prompt)) for row, prompt in zip(first, prompts, strict=True)]
-        end = next((at for at in ends if all(row[at - len(ids) : at] == ids for row, ids in rows)), longest)
+        begun = list(zip(first, rows, strict=True))
+        end = next((at for at in ends if all(row[at - len(ids) : at] == ids for row, ids in begun)), longest)
     found = []
-    for row, prompt in zip(canvases, prompts, strict=True):
+    for row, prompt in zip(canvases, rows, strict=True):
         begin = end - len(prompt) if padding_side == "left" else 0
         canvas = row[:, begin : begin + len(prompt) + widths[-1] - end]
         if not has_start:
             first = canvas[:1].clone()
             first[:, len(prompt) :] = mask_id
             canvas = torch.cat([first, canvas])
-        found.append(RecordedCanvases([int(token) for token in prompt], canvas, canvas == mask_id, source=source))
+        found.append(RecordedCanvases(prompt, canvas, canvas == mask_id, source=source))
     return found
 
 
@@ -278,9 +290,14 @@ def replay(
             runs with as many steps as the recorded run, in one block.
 
     Raises:
-        SettingError: the sampler cannot run over these canvases; the message says why.
+        SettingError: not a recorded run, or the sampler cannot run over these canvases; the message says why.
         PromptError: token ids that the model does not have.
     """
+    require(
+        isinstance(recorded, RecordedCanvases),
+        f"recorded must be one recorded run, such as read_canvases(path)[0]; got {type(recorded).__name__}. A run of "
+        f"sinklens itself is replayed by sinklens.generate(model, prompts, replay=run).",
+    )
     model = load(model)
     given = _settings(model, recorded, settings)
     shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}
@@ -305,11 +322,11 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
 def _placed(state: Any, recorded: RecordedCanvases) -> SimpleNamespace:
     """The recorded canvases in the columns of a run, which may have padding for its blocks."""
     real, size = state.real[0].cpu(), recorded.canvas.shape[1]
-    if int(real.sum()) != size:
-        raise SettingError(
-            f"the recorded run has {size} positions, {recorded.gen_length} of them after the prompt, and this run "
-            f"{int(real.sum())}; pass gen_length={recorded.gen_length}, or a sampler whose canvas has this length."
-        )
+    require(
+        int(real.sum()) == size,
+        f"the recorded run has {size} positions, {recorded.gen_length} of them after the prompt, and this run "
+        f"{int(real.sum())}; pass gen_length={recorded.gen_length}, or a sampler whose canvas has this length.",
+    )
     canvas = state.canvas[:1].cpu().repeat(len(recorded.canvas), 1)
     undecided = torch.zeros_like(canvas, dtype=torch.bool)
     shown = recorded.canvas.masked_fill(recorded.undecided, state.mask_id) if state.mask_id >= 0 else recorded.canvas

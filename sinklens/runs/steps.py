@@ -10,7 +10,7 @@ the end of every step `StepServer` checks for requests that are still waiting an
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sinklens.errors import HookOrderError, SettingError
+from sinklens.errors import HookOrderError, SettingError, require
 from sinklens.families.samplers import never_passed
 from sinklens.hooks.interleaving import RepeatedBlock, wait_for
 from sinklens.hooks.points import SamplerPoint
@@ -110,14 +110,18 @@ class VisitedSteps(RepeatedBlock):
                 steps are already a selection.
         """
         steps = range(self._owner.planned)
-        if self._selected:
-            raise SettingError(f"t.steps{self._chosen} is already a selection; select from t.steps itself.")
+        require(
+            not self._selected,
+            f"t.steps{self._chosen} is already a selection; select from t.steps itself.",
+        )
         if isinstance(key, slice):
             return VisitedSteps(self._owner, sorted(steps[key]))
         several = isinstance(key, Iterable) and not isinstance(key, str) and getattr(key, "ndim", 1) > 0
         wanted = within("step", list(key) if several else [key], len(steps))  # a tensor without axes is one step
-        if not wanted:
-            raise SettingError("t.steps[[]] selects no step, so its loop would never run; leave the loop out.")
+        require(
+            wanted,
+            "t.steps[[]] selects no step, so its loop would never run; leave the loop out.",
+        )
         return VisitedSteps(self._owner, wanted)
 
     def at(self, *fractions: float) -> "VisitedSteps":
@@ -129,8 +133,11 @@ class VisitedSteps(RepeatedBlock):
 
     def __iter__(self) -> Iterator[int]:
         server = self._owner.server
-        if server is None or not self._owner.running:
-            raise HookOrderError("t.steps can be iterated only inside the `with sinklens.trace(...)` block.")
+        require(
+            server is not None and self._owner.running,
+            "t.steps can be iterated only inside the `with sinklens.trace(...)` block.",
+            HookOrderError,
+        )
         for step in self._chosen:
             if server.step is not None and (step < server.step or (server.over and step == server.step)):
                 where = "has already ended" if server.over else f"is already at step {server.step}"

@@ -19,7 +19,7 @@ def lab() -> Iterator[Lab]:
 
     Its models are no other test's: hooks belong to a model, and the lab's thread may still compute while a test does.
     """
-    with sinklens.lab(sinklens.load("tiny-llada"), compare=[sinklens.load("tiny-llama")]) as opened:
+    with sinklens.lab(sinklens.load("tiny-llada"), compare="tiny-llama") as opened:
         yield opened
 
 

@@ -44,13 +44,12 @@ def collected(run):
 def test_a_run_read_back_has_identical_values_at_every_point(worded, tmp_path, architecture, causal, settings):
     model, options = worded(architecture, causal), short(worded(architecture, causal), settings)
     run, values = collected(lambda hooks: sinklens.generate(model, PADDED[1:], hooks=hooks, seed=3, **options))
-    write_canvases([run], tmp_path / "runs.jsonl")
+    write_canvases(run, tmp_path / "runs.jsonl")
     (recorded,) = read_canvases(tmp_path / "runs.jsonl")
     again, repeated = collected(lambda hooks: replay(model, recorded, hooks=hooks, progress=False))
     assert same(again, run)
     assert values.keys() == repeated.keys()
     for place, found in values.items():
-        assert len(found) == len(repeated[place])
         for one, other in zip(found, repeated[place], strict=True):
             assert torch.equal(one, other), place
     assert len({name for _, name in values}) > 30
@@ -104,6 +103,7 @@ def test_the_history_of_other_libraries_is_read_with_either_padding(worded):
             assert same(one, row)
             again = replay(model, one, record_sinks=False, progress=False)  # the settings are not known
             assert torch.equal(again.canvas[0], row.canvas)
+    assert same(from_history(run.canvas[1, 1:], prompts[1], model.mask_token_id, has_start=False)[0], rows[1])
     late = [run.canvas[:, 0], *run.canvas[:, 1:].unbind(1)]  # the first step decided nothing
     for one, row in zip(from_history(late, prompts, model.mask_token_id, has_start=False), rows, strict=True):
         assert torch.equal(one.canvas, torch.cat([row.canvas[:1], row.canvas]))
@@ -114,8 +114,7 @@ def test_a_history_that_grows_by_blocks_is_that_of_full_canvases(worded):
     """As dLLM's BD3LMSampler stores it: the left-padded prompts, then each block from its first step on."""
     model, prompts = worded(), [[5, 6, 7], [8, 9, 10, 11, 12]]
     run = sinklens.generate(model, prompts, gen_length=8, steps=8, block_length=4, record_sinks=False)
-    grown = [run.canvas[:, 0, :5]]
-    grown += [run.canvas[:, step, : 9 if step <= 4 else 13] for step in range(1, 9)]
+    grown = [run.canvas[:, step, : 5 if step == 0 else 9 if step <= 4 else 13] for step in range(9)]
     found = from_history(grown, prompts, model.mask_token_id, has_start=True)
     for one, row in zip(found, recorded_canvases(run), strict=True):
         assert same(one, row)
@@ -144,7 +143,7 @@ def test_the_history_of_bd3lm_is_replayed_without_its_padding(prompts, length, f
 
 @pytest.mark.parametrize(("lengths", "text"), [
     ([5, 5], "the first canvas must begin with prompt_ids"),
-    ([], r"history must hold canvases \[batch, pos\] of 1 prompts; got 0 canvases"),
+    ([], r"history must hold canvases \[batch, pos\], one for each step, of 1 prompts; got 0 canvases"),
     ([5, 4], r"may grow by blocks, but not shrink; their lengths are \[5, 4\]"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("unchecked")
@@ -153,6 +152,7 @@ def test_what_is_no_history_is_refused(lengths, text):
         from_history([torch.full((1, length), 60) for length in lengths], [[5, 6]], 60, has_start=True)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_no_recorded_run_is_refused_with_its_line(model, tmp_path):
     recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
     data = recorded.to_json()
@@ -168,5 +168,7 @@ def test_what_is_no_recorded_run_is_refused_with_its_line(model, tmp_path):
             read_canvases(tmp_path / "runs.jsonl")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_canvases(tmp_path / "none.jsonl")
-    with pytest.raises(SettingError, match=r"the recorded run has 15 positions, 8 of them after the prompt, and this"):
-        replay(model, recorded, gen_length=16, steps=4)
+    longer = "the recorded run has 15 positions, 8 of them after the prompt, and this"
+    for given, text in ((recorded, longer), ([recorded], r"recorded must be one recorded run, .*\[0\]; got list")):
+        with pytest.raises(SettingError, match=text):
+            replay(model, given, gen_length=16, steps=4)
