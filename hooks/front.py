@@ -24,7 +24,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint, LensHandle
 from transformer_lens.utilities import Slice
 
-from sinklens.errors import HookNameError, SettingError, require
+from sinklens.errors import HookNameError, require
 from sinklens.hooks import names
 from sinklens.hooks.partial_pass import layers_run
 from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
@@ -97,13 +97,13 @@ class HookFront(HookedRootModule):
         """Set hooks for the duration of a `with` block; hooks that were set before stay.
 
         Raises:
-            HookNameError: a name or predicate matches no point.
+            HookNameError: not a list of pairs, or a name or predicate matches no point.
         """
         with self.turn, ExitStack() as undo:
             self.context_level += 1
             undo.callback(lambda: setattr(self, "context_level", self.context_level - 1))
             for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
-                for name, hook in pairs:
+                for name, hook in _checked(pairs):
                     for point in (self.hook_dict[found] for found in self.select(name)):
                         handle = point.add_hook(hook, dir=dir, level=self.context_level)  # type: ignore[arg-type]
                         if reset_hooks_end:
@@ -129,7 +129,7 @@ class HookFront(HookedRootModule):
         ``remove_batch_dim=True`` passes each hook function its value without a batch axis of length 1.
 
         Raises:
-            HookNameError: a name or predicate matches no point of a single pass.
+            HookNameError: not a list of pairs, or a name or predicate matches no point of a single pass.
         """
         if bwd_hooks and reset_hooks_end:
             warnings.warn(
@@ -140,7 +140,7 @@ class HookFront(HookedRootModule):
         set_fwd, set_bwd = (
             [
                 (point, _without_batch(hook) if remove_batch_dim else hook)
-                for name, hook in pairs
+                for name, hook in _checked(pairs)
                 for point in self._passed(name, forward)
             ]
             for pairs in (fwd_hooks, bwd_hooks)
@@ -186,8 +186,10 @@ class HookFront(HookedRootModule):
             f"the second argument of run_with_cache is return_cache_object, True or False; got a "
             f"{type(return_cache_object).__name__}. Give a mask as attention_mask=.",
         )
-        if remove_batch_dim and input.ndim > 1 and len(input) != 1:
-            raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")
+        require(
+            not remove_batch_dim or input.ndim <= 1 or len(input) == 1,
+            f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.",
+        )
         points = self._passed(names_filter, forward)
         store, fwd, bwd = self.get_caching_hooks(points, incl_bwd, device, remove_batch_dim, None, pos_slice)
         with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
@@ -252,11 +254,12 @@ class HookFront(HookedRootModule):
     def _reached(self, chosen: names.HookName | None, layers: range, embeds: bool) -> list[str]:
         found = self.select(chosen)
         in_a_pass = [point for point in found if not point.startswith("denoise.")]
-        if not in_a_pass:
-            raise HookNameError(
-                f"{found[0]!r} belongs to the sampler; a single pass does not reach it. "
-                f"Use sinklens.generate(model, prompt, hooks=...) or a trace block."
-            )
+        require(
+            in_a_pass,
+            f"{found[0]!r} belongs to the sampler; a single pass does not reach it. "
+            f"Use sinklens.generate(model, prompt, hooks=...) or a trace block.",
+            HookNameError,
+        )
         ends = layers.stop == self.cfg.n_layers
         reached = [point for point in in_a_pass if _is_reached(point, layers, embeds, ends)]
         if not reached:
@@ -293,9 +296,24 @@ def _several(chosen: Any) -> list[names.HookName]:
         return []
     if isinstance(chosen, str) or callable(chosen):
         return [chosen]
-    if not isinstance(chosen, Iterable):
-        raise SettingError(f"select points by a name, a predicate or a list of them; got {chosen!r}.")
+    require(isinstance(chosen, Iterable), f"select points by a name, a predicate or a list of them; got {chosen!r}.")
     return list(chosen)
+
+
+def _checked(pairs: Any) -> list[HookPair]:
+    """The pairs of ``fwd_hooks=`` or ``bwd_hooks=``.
+
+    Raises:
+        HookNameError: they are not a list of pairs.
+    """
+    listed = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    require(
+        all(isinstance(pair, list | tuple) and len(pair) == 2 and callable(pair[1]) for pair in listed),
+        f"fwd_hooks= and bwd_hooks= must be lists of (name or predicate, function) pairs, [(name, fn), …]; got "
+        f"{pairs!r:.80}. The pairs of an intervention are intervention.hooks_for(model).",
+        HookNameError,
+    )
+    return listed
 
 
 def _is_reached(point: str, layers: range, embeds: bool, ends: bool) -> bool:

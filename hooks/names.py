@@ -317,7 +317,7 @@ def select(name: HookName, known: Sequence[str], n_layers: int) -> list[str]:
     Raises:
         HookNameError: an unknown name, or a predicate that no name satisfies.
     """
-    if isinstance(name, str):
+    if not callable(name):
         return [resolve(name, known, n_layers)]
     spellings: dict[str, list[str]] = {point: [point] for point in known}
     for spelling, points in _spellings_of(known, n_layers).items():

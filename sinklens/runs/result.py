@@ -4,13 +4,13 @@
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import PromptError, SettingError, require
 from sinklens.hooks.detached import without_model
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.model import Model
@@ -48,8 +48,10 @@ def canvases_of(replay: Replayable | Tensor, tokens: range) -> Int[Tensor, "batc
             f"got {given}."
         )
     low, high = (int(end) for end in canvas.aminmax()) if canvas.numel() else (tokens[0], tokens[-1])
-    if low not in tokens or high not in tokens:
-        raise SettingError(f"replay has token ids from {low} to {high}; allowed are {tokens[0]} to {tokens[-1]}.")
+    require(
+        low in tokens and high in tokens,
+        f"replay has token ids from {low} to {high}; allowed are {tokens[0]} to {tokens[-1]}.",
+    )
     return canvas.long()
 
 
@@ -162,6 +164,12 @@ class Generation(Trajectory):
     def __copy__(self) -> "Generation":
         return replace(self)
 
+    if not TYPE_CHECKING:  # type checkers would take it for every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            of_sinks = hasattr(self.__dict__.get("sinks"), name)  # a function of a track was given a run
+            raise AttributeError(f"a run has no attribute {name!r}{', but run.sinks has; pass it' * of_sinks}.")
+
     @property
     def modes(self) -> tuple[Mode | None, ...]:
         """The kind of each step's pass, as in `ForwardPass.mode`."""
@@ -205,8 +213,11 @@ class Generation(Trajectory):
             PromptError: the model has no tokenizer.
         """
         texts = [answer.text for answer in self.answers]
-        if any(text is None for text in texts):
-            raise PromptError("the model has no tokenizer, so there is no text; use .tokens instead.")
+        require(
+            None not in texts,
+            "the model has no tokenizer, so there is no text; use .tokens instead.",
+            PromptError,
+        )
         return texts[0] if self.single else texts
 
     @property

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.errors import HookOrderError, SettingError, SinklensError
+from sinklens.errors import HookOrderError, SinklensError, require
 from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer
 from sinklens.hooks.points import Point
@@ -116,10 +116,11 @@ def generate(
         progress: show a progress bar; by default on a terminal, after a few seconds.
         allow_longer: run prompts and answers that need more positions than the model was made for, with a warning; not
             in networks with an embedding for each position.
-        **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
-            `AutoregressiveSettings`; `sampling.settings_for` shows those of a model. Omitted ones default to the
+        **settings: settings of the model's sampler, such as `sinklens.families.llada.LladaSettings`;
+            `sinklens.families.settings_for(model, {})` shows those of a model. Omitted ones default to the
             checkpoint's values, then to the sampler's. Passing ``gen_length`` resets the checkpoint's ``steps`` and
-            ``block_length``. ``sampler`` chooses another sampler than the family's, by name (`sampling.SAMPLERS`).
+            ``block_length``. ``sampler`` chooses another sampler than the family's, by name
+            (`sinklens.families.SAMPLERS`).
 
     Returns:
         The result of the run: text, canvases, when each token was decided, and sinks.
@@ -138,12 +139,13 @@ def denoising_of(model: Any, request: RunRequest) -> Denoising:
         SinklensError: the model has edits, which would act in single traces only.
     """
     loaded = load(model)
-    if loaded.has_edits:
-        raise SinklensError(
-            "this model has edits from model.edit(), which act in single traces (model.trace) but not in runs. Pass "
-            "the change as hooks=[(name, fn)], or write it in the block of sinklens.trace; model.clear_edits() removes "
-            "the edits."
-        )
+    require(
+        not loaded.has_edits,
+        "this model has edits from model.edit(), which act in single traces (model.trace) but not in runs. Pass "
+        "the change as hooks=[(name, fn)], or write it in the block of sinklens.trace; model.clear_edits() removes "
+        "the edits.",
+        SinklensError,
+    )
     return Denoising(loaded, request)
 
 
@@ -166,11 +168,12 @@ def _refuse_nesting(model: Model) -> None:
     Raises:
         HookOrderError: a block of `model` is running.
     """
-    if model.handover.running:
-        raise HookOrderError(
-            f"a trace block of {model.name} is running; another run of the same model cannot start inside it. Run it "
-            f"before or after the block, or on a second model (sinklens.load again)."
-        )
+    require(
+        not model.handover.running,
+        f"a trace block of {model.name} is running; another run of the same model cannot start inside it. Run it "
+        f"before or after the block, or on a second model (sinklens.load again).",
+        HookOrderError,
+    )
 
 
 class Trace(BlockTracer):
@@ -241,10 +244,11 @@ class Trace(BlockTracer):
             SinklensError: no step has begun, as before the loop over ``t.steps``; raised at the end of the block.
             HookOrderError: called outside the block.
         """
-        if not self.running:
-            raise HookOrderError(
-                "t.stop() was called outside its `with sinklens.trace(...)` block; call it inside the block."
-            )
+        require(
+            self.running,
+            "t.stop() was called outside its `with sinklens.trace(...)` block; call it inside the block.",
+            HookOrderError,
+        )
         super().stop()
 
     def cache(self, names: Any = None, steps: Sequence[int] | None = None, **options: Any) -> Any:
@@ -268,11 +272,11 @@ class Trace(BlockTracer):
         """
         listed = names if isinstance(names, list | tuple) else [names]
         points = all(isinstance(entry, str | FunctionType) for entry in listed)
-        if options if points else steps is not None:
-            raise SettingError(
-                "steps= requires names of hook points, t.cache(names, steps=...); other options are those of nnsight's "
-                "cache(modules=...), which keeps every step."
-            )
+        require(
+            not options if points else steps is None,
+            "steps= requires names of hook points, t.cache(names, steps=...); other options are those of nnsight's "
+            "cache(modules=...), which keeps every step.",
+        )
         if not points:
             return super().cache(**options) if names is None else super().cache(names, **options)
         if self.server is None or not self.running or self.server.over:
@@ -305,11 +309,12 @@ class Trace(BlockTracer):
     def _point(self, name: str) -> Any:
         model: Model = self._denoising.model
         resolved = model.tree.resolve(name)
-        if not self.running:
-            raise HookOrderError(
-                f"t[{name!r}] has a value only during the run: read it inside the `with sinklens.trace(...)` block and "
-                f"assign it to a variable. After the block, t.canvas, t.sinks and t.text remain available."
-            )
+        require(
+            self.running,
+            f"t[{name!r}] has a value only during the run: read it inside the `with sinklens.trace(...)` block and "
+            f"assign it to a variable. After the block, t.canvas, t.sinks and t.text remain available.",
+            HookOrderError,
+        )
         return model.get(resolved)
 
     def __getattr__(self, name: str) -> Any:
@@ -322,7 +327,9 @@ class Trace(BlockTracer):
         model = self._denoising.model
         if model.has_child(name):
             return getattr(model, name)
-        raise AttributeError(f"a trace has no attribute {name!r}; read hook points as t['blocks.0.hook_resid_pre'].")
+        raise AttributeError(
+            f"a trace has no attribute {name!r}; read hook points as t['blocks.0.hook_resid_pre'], sinks as t.sinks."
+        )
 
     if TYPE_CHECKING:
 
@@ -330,8 +337,11 @@ class Trace(BlockTracer):
 
     def begin(self) -> None:
         """Called before the block runs."""
-        if self._generation is not None:
-            raise SinklensError("this trace has already run; call sinklens.trace(...) again for another run.")
+        require(
+            self._generation is None,
+            "this trace has already run; call sinklens.trace(...) again for another run.",
+            SinklensError,
+        )
         _refuse_nesting(self._denoising.model)
         self.server = StepServer(self._denoising.model, self._denoising.settings.name)
 

@@ -6,6 +6,7 @@ from building import close, plain_pass, random_ids, random_model, shared_model
 from torch.nn.functional import cross_entropy
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
+from sinklens.interventions import HideKeys
 
 SPELLED = [
     ("blocks.0.attn.q.hook_out", "blocks.0.attn.hook_q"),
@@ -234,6 +235,14 @@ def test_gradients_are_cut_and_unbatched_like_the_values():
         (lambda m: m.run_with_cache(random_ids(), names_filter="denoise.hook_logits"), HookNameError, "to the sampler"),
         (lambda m: m.run_with_hooks(random_ids(), fwd_hooks=[("denoise.hook_canvas", print)]), HookNameError,
          r"'denoise\.hook_canvas' belongs to the sampler"),
+        *(
+            (lambda m, given=given: m.run_with_hooks(random_ids(), fwd_hooks=given), HookNameError, text)
+            for given, text in (
+                (("hook_embed", print), r"bwd_hooks= must be lists of .* pairs, .*; got \('hook_embed'"),
+                ([HideKeys(positions=[1])], r"The pairs of an intervention are intervention\.hooks_for\(model\)"),
+                (print, "must be lists of"),
+            )
+        ),
         (lambda m: m.run_with_cache(random_ids(), names_filter="hook_embed")[1]["blocks.-1.hook_out"], HookNameError,
          r"'blocks\.-1\.hook_out' is not in the cache of 1 values: hook_embed"),
         (lambda m: m.run_with_cache(random_ids(), names_filter="hook_embed")[1][TYPO], HookNameError, NEAREST),
@@ -250,6 +259,7 @@ def test_gradients_are_cut_and_unbatched_like_the_values():
         (lambda m: m.tree("a text"), PromptError, r"a pass of the tree takes token ids \[batch, pos\]; got str"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
 def test_what_a_pass_cannot_do_is_refused(model, call, error, text):
     with pytest.raises(error, match=text):
         call(model)

@@ -19,6 +19,7 @@ from sinklens.errors import (
     SettingError,
     SinklensError,
 )
+from sinklens.sinks import motion
 
 PATTERN, SCORES = "blocks.2.attn.hook_pattern", "blocks.0.attn.hook_sink_scores"
 RESID = "blocks.0.hook_resid_pre"
@@ -308,7 +309,7 @@ def test_a_decision_that_an_autoregressive_step_does_not_take_cannot_be_edited(t
         (lambda t: t.steps.at(1.5), SettingError, r"between 0 and 1; got 1.5"),
         (lambda t: t[PATTERN][:, 6], IndexError, r"index 6 is out of bounds"),
         (lambda t: t.text, HookOrderError, r"t.text is available after the run"),
-        (lambda t: t.blokcs, AttributeError, r"no attribute 'blokcs'"),
+        (lambda t: t.scores, AttributeError, r"no attribute 'scores'; read hook points as .*, sinks as t\.sinks"),
         (lambda t: t.blocks[0].attn.output, HookOrderError, r"'blocks.0.attn' holds hook points"),
         (lambda t: t.__setitem__(SCORES, t[SCORES] * 0), ReadOnlyHookError, r"only reports what .*hook_attn_mask"),
         (lambda t: [t["blocks.2.hook_resid_post"], t["blocks.1.attn.hook_pattern"]], HookOrderError, r"in step 0"),
@@ -414,10 +415,12 @@ def test_a_token_id_outside_the_vocabulary_is_named(request, model, name, token)
         (PROMPT, {"steps": 5, "block_length": 8}, SettingError, r"steps 5 cannot be divided among 3 blocks"),
         (PROMPT, {"stesp": 5}, SettingError, r"Nearest: steps"),
         (PROMPT, {"hooks": [("hook_embd", print)]}, HookNameError, r"Nearest: hook_embed"),
+        (PROMPT, {"hooks": [(["hook_embed"], print)]}, HookNameError, r"named by a text, .*; got \['hook_embed'\]"),
         (PROMPT, {"hooks": [(lambda name: False, print)]}, HookNameError, r"matches none of the 104 hook points"),
         (PROMPT, {"hooks": [("hook_embed", lambda value: value)]}, HookFunctionError, r"<lambda> cannot be called"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
 def test_an_invalid_prompt_or_setting_is_rejected_before_anything_runs(tiny_llada, prompt, settings, error, text):
     with pytest.raises(error, match=text):
         sinklens.generate(tiny_llada, prompt, **settings)
@@ -452,6 +455,12 @@ def test_answers_record_whether_they_ended_or_are_empty(tiny_llada):
     assert empty.answers[0].empty
     assert empty.answers[0].ended
     assert "1 empty" in repr(empty)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_in_place_of_its_track_is_an_error_that_names_the_track(base):
+    with pytest.raises(AttributeError, match=r"a run has no attribute 'scores', but run\.sinks has; pass it\."):
+        motion.jumps(base)
 
 
 def test_a_list_of_prompts_gives_a_list_of_texts_and_ids_give_rows(tiny_llada):
