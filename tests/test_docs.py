@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -198,6 +199,12 @@ def test_quoted_messages_occur_in_the_code():
     assert len(QUOTED) > 10
     patterns = {text: re.compile(".*".join(map(re.escape, text.split("…"))), re.DOTALL) for text in QUOTED}
     assert [text for text, pattern in patterns.items() if not any(map(pattern.search, messages))] == []
+
+
+def test_names_in_docstrings_exist():
+    packages = "|".join(name.removeprefix("sinklens.") for name in PUBLIC[1:])
+    for name in re.findall(rf"(?<!`)`(?:sinklens\.)?((?:{packages})\.\w[\w.]*)`", "\n".join(_messages())):
+        pkgutil.resolve_name(f"sinklens.{name}")
 
 
 def test_the_table_of_models_lists_the_families_and_what_ships():

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.model import Model, load
+from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
@@ -73,7 +73,7 @@ def effect(
     prompts: Any,
     hooks: Hooks = (),
     *,
-    other: Model | None = None,
+    other: Any = None,
     cache: Policy | str | None = None,
     seed: int = 0,
     **settings: Any,
@@ -100,7 +100,7 @@ def effect(
     Raises:
         SettingError: models of different sizes.
     """
-    entries, model = hook_list(hooks), load(model)
+    entries, model, other = hook_list(hooks), load(model), None if other is None else load(other)
     sizes = [(one.cfg.n_layers, one.cfg.n_heads, one.cfg.d_vocab) for one in (model, other or model)]
     require(
         sizes[0] == sizes[1],

@@ -60,7 +60,11 @@ def replaced_prompts(
     Raises:
         PromptError: see `corrupted`.
     """
-    require(changes, "changes is empty; pass the texts to replace, such as {' 6': ' 8'}.", PromptError)
+    require(
+        isinstance(changes, Mapping) and changes,
+        f"changes must be a dict of the texts to replace, such as {{' 6': ' 8'}}; got {changes!r:.80}.",
+        PromptError,
+    )
     model, prompts = base.model, ids[:, : base.prompt_length].cpu()
     for old, new in changes.items():
         before, after = (model.to_tokens(text, prepend_bos=False)[0].cpu() for text in (old, new))

@@ -48,12 +48,12 @@ class Family:
         own_classes: values of ``architectures`` that this family's checkpoints have; with another one, `sinklens.load`
             needs ``family=``. If empty, every value is accepted.
         architecture: transformers ``model_type`` of the class that the checkpoint is loaded into.
-        sampler: name of the sampler that generates with it, in `sampling.SAMPLERS`.
+        sampler: name of the sampler that generates with it, in `families.SAMPLERS`.
         causal: whether queries see only earlier keys.
         block_causal: whether queries see only their own block and earlier ones.
         block_length: positions per block; None if the config or the argument of `sinklens.load` gives it.
         block_length_key: config key that gives the block length.
-        blocks_start: where blocks are counted from; see `hooks.blocks.Blocks`.
+        blocks_start: where blocks are counted from; see `hooks.attention.blocks.Blocks`.
         dropped: config keys of training or of the checkpoint's own code, which transformers would obey.
         regime: for a family that shares its ``model_type`` with others: how it was trained. `sinklens.load` then needs
             ``family=`` or ``block_length=``.

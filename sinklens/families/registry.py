@@ -75,7 +75,7 @@ def register(new: Family | type[Sampler], architecture: Architecture | None = No
     Args:
         new: a family's record, with a new name and new model types; or a dataclass derived from `Sampler`.
         architecture: for a family: where the transformers class of `Family.architecture` keeps the modules that carry
-            the hook points; None if `hooks.ARCHITECTURES` already lists it.
+            the hook points; None if `hooks.architectures.ARCHITECTURES` already lists it.
 
     Raises:
         CheckpointError: another family has the name or a model type, its sampler is unknown, or the architecture has no

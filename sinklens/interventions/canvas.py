@@ -17,6 +17,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
+from sinklens.utils.integers import as_integer
 
 ACCEPTED = "denoise.hook_accepted"
 CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."
@@ -43,7 +44,7 @@ class ForceTokens(Intervention):
         in_step = self.step_test(run)
         places: list[tuple[Tensor, int]] = []
         for position, given in self.tokens.items():
-            rows = [given] if isinstance(given, int) else given
+            rows = [given] if isinstance(given, int | str) else given
             place = place_mask([position], run.real)
             own = _of_rows(torch.arange(len(rows), device=place.device)[:, None], len(place), "ForceTokens.tokens")
             for row, token in enumerate(rows):
@@ -245,7 +246,8 @@ def _of_rows(given: Int[Tensor, "prompt n"], rows: int, name: str) -> Int[Tensor
 
 def _check_token(token: int, model: "Model") -> None:
     require(
-        0 <= token < model.cfg.d_vocab, f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}."
+        as_integer(token) in range(model.cfg.d_vocab),
+        f"token {token!r} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.",
     )
 
 

@@ -85,7 +85,7 @@ class Moment:
         require(
             not self.run.single,
             f"{self.name} finds its places in a run, which a single pass is not; use sinklens.trace or "
-            f"sinklens.generate, or pass an array.",
+            f"sinklens.generate, or pass an array [batch, 1, layer, head, pos] as where=.",
         )
         return self.run
 
@@ -445,6 +445,10 @@ class Where(Rule):
             f"none. Leave it out.",
         )
         check_only(as_tuple(self.only))
+        require(
+            self.of is None or len(as_tuple(self.of)) == 2,
+            f"of must be a layer and a head, (layer, head); got {self.of}.",
+        )
         _ = self.track
 
     @property

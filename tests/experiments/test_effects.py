@@ -247,7 +247,10 @@ def test_what_cannot_be_compared_is_refused(tiny_llada):
         (lambda: compare(run, run, one, two), r"no step has .* base_logits holds steps \[1\], .* \[2\]"),
         (lambda: MaskedLogits().hooks_for(tiny_llada), "use MaskedLogits in a run of several steps"),
         (lambda: sinks_compared(run, other), "sinks_compared needs the sinks of both runs; run them with record_sinks"),
-        (lambda: effect(run.model, PROMPTS, other=random_hf_model(2)), r"same layers, heads and vocabulary; got \(4"),
+        *(
+            (lambda other=other: effect(run.model, PROMPTS, other=other), r"layers, heads and vocabulary; got \(4")
+            for other in (random_hf_model(2), "tiny-text")
+        ),
     ]  # fmt: skip
     for given in ("Question: 1 + 1?", None, torch.zeros(1, 2, 3)):
         kind = rf"must be a run, .* got {type(given).__name__}\."

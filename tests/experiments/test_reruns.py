@@ -65,11 +65,15 @@ def test_a_changed_run_has_the_cache_policy_of_the_first(tiny_llada):
     assert corrupted(first, {" 6": " 8"}, cache=None, record_sinks=False).cache is None
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_texts_that_do_not_exist_are_refused(base, tiny_llada):
     for call, match in [
         (lambda: corrupted(base, {" 9": " 8"}), r"' 9' occurs in no prompt as the tokens \[' 9'\]; a leading space"),
         (lambda: corrupted(base, {" 6": " 6 of"}), r"' 6' has 1 tokens .* and ' 6 of' has 2"),
-        (lambda: corrupted(base, {}), r"changes is empty; pass the texts to replace"),
+        *(
+            (lambda wrong=wrong: corrupted(base, wrong), r"changes must be a dict of the texts to replace, such as")
+            for wrong in ({}, (" 6", " 8"))
+        ),
         (lambda: sinklens.generate(tiny_llada, [QUESTION] * 2, replay=base, **SETTINGS), "replay holds 2 rows of"),
     ]:  # fmt: skip
         with pytest.raises(SinklensError, match=match):

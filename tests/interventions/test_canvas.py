@@ -154,6 +154,10 @@ REFUSED = [
             (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
         )
     ),
+    (
+        lambda worded: watch(worded(), [LONG], [ForceTokens(tokens={0: " 5"})]),
+        "token ' 5' does not exist; the vocabulary is 0 to 60",
+    ),
     (lambda worded: SinkToken(value="one"), "value must be one of own, zero; got 'one'"),
     (lambda worded: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
     (lambda worded: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),

@@ -123,6 +123,7 @@ REFUSED = [
         lambda model: watch(model, IDS, [AblateHeads(where=CONTROL & "prompt")]),
         r"Where\(pick='random'\) draws as many keys as there are sinks, and & would",
     ),
+    (lambda model: Where(top_k=1, of=(2,)), r"of must be a layer and a head, \(layer, head\); got \(2,\)"),
     (lambda model: Where(top_k=1) and OfKind("digit"), r"combine rules with &, \| and ~"),
     (
         lambda model: Louder(heads=[1]).hooks_for(model),
@@ -142,6 +143,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED)
+@pytest.mark.usefixtures("unchecked")
 def test_rules_and_interventions_without_a_meaning_are_refused(call, text):
     with pytest.raises((SettingError, NotImplementedError), match=text):
         call(shared_model())
