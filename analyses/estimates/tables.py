@@ -101,7 +101,10 @@ def known_mean(values: Float[np.ndarray, "..."]) -> float:
 def mean_interval(
     values: Shaped[np.ndarray, "prompt *rest"], possible: tuple[int, int] | None = None, seed: int = 0
 ) -> Estimate:
-    """`outcomes` if all values are integers in the range `possible`, else `bootstrap`."""
+    """The mean over prompts with its 95 % interval.
+
+    That of `outcomes` if all values are integers in the range `possible`, else that of `bootstrap`.
+    """
     span = _span(values, possible)
     return bootstrap(values, seed) if span is None else outcomes(values, *span)
 

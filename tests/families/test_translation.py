@@ -85,14 +85,16 @@ def _translated(config: dict[str, Any], family: str | None = None) -> Any:
     return translate(config, named_family(config, "here") if family is None else family_named(family), "here")
 
 
-MISSING = [("llada", [key], key) for key in
-           ("d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_sequence_length")]  # fmt: skip
-MISSING += [("llada", ["vocab_size", "embedding_size"], "vocab_size")]
-MISSING += [("llada", ["mlp_hidden_size", "mlp_ratio"], "mlp_hidden_size")]
-MISSING += [("llada-moe", [key], key) for key in (
-    "hidden_size", "num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size",
-    "rope_theta", "rms_norm_eps", "vocab_size",
-)]  # fmt: skip
+MISSING = [
+    *(("llada", [key], key) for key in
+      ("d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_sequence_length")),
+    ("llada", ["vocab_size", "embedding_size"], "vocab_size"),
+    ("llada", ["mlp_hidden_size", "mlp_ratio"], "mlp_hidden_size"),
+    *(("llada-moe", [key], key) for key in (
+        "hidden_size", "num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size",
+        "rope_theta", "rms_norm_eps", "vocab_size",
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

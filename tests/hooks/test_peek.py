@@ -38,8 +38,12 @@ def test_a_peek_inside_a_hook_calls_no_hooks_and_applies_no_edits():
         called.append("peek")
         peeked.update(model.tree.peek(other, None, NAMES))
 
-    hooks = [("hook_embed", count), ("blocks.0.hook_resid_post", peek), ("blocks.1.attn.hook_pattern", count)]
-    hooks += [("blocks.2.hook_resid_pre", count)]
+    hooks = [
+        ("hook_embed", count),
+        ("blocks.0.hook_resid_post", peek),
+        ("blocks.1.attn.hook_pattern", count),
+        ("blocks.2.hook_resid_pre", count),
+    ]
     logits = model.run_with_hooks(ids, fwd_hooks=hooks)
     assert called == ["hook_embed", "peek", "blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre"]
     assert all(torch.equal(peeked[name], expected[name]) for name in NAMES)

@@ -378,8 +378,10 @@ def test_a_run_counts_the_positions_that_were_chosen_among_equals(sampler, more,
 @pytest.mark.parametrize("guidance", [0.0, 0.8])
 def test_a_row_that_ends_leaves_the_sealed_prompt_of_another(guidance):
     """The second row is still in its first block, where its prompt does not see the answer, when the first ends."""
-    given = {"gen_length": 6, "block_length": 6, "temperature": 0.0, "cfg_scale": guidance, "denoising_steps": 6}
-    given |= {"remasking": "low_confidence", "stop": True}
+    given = {
+        "gen_length": 6, "block_length": 6, "temperature": 0.0, "cfg_scale": guidance, "denoising_steps": 6,
+        "remasking": "low_confidence", "stop": True,
+    }  # fmt: skip
     for prompts in ([[4], [1]], [[5, 9], [8]], [[3], [8]]):
         compare_runs("bd3lm-card", given, prompts, seed=0, recording=False)
 
