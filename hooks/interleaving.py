@@ -31,7 +31,6 @@ from torch import nn
 
 from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest, require
 from sinklens.hooks.turn import Turn, in_turn
-from sinklens.hooks.weights import MlpWeights, SaysWhy
 
 # Classes that cannot be imported once `object` has `save`: beartype hashes the attributes of `object`, and `save` is
 # unhashable; anyio requires a type for each attribute of the classes behind its event loop and its files. nnsight
@@ -283,18 +282,29 @@ class _ModuleEnvoy(Envoy):
         return type(self.__dict__.get("_module", self))
 
 
-class _WeightsEnvoy(SaysWhy, Envoy):
-    """A wrapper that says why a weight is missing."""
+class _SaysWhy:
+    """A wrapper whose properties that its module lacks are errors of the module, which say why."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module")
+        of_module = isinstance(getattr(type(module), name, None), property)
+        return getattr(module, name) if of_module else super().__getattr__(name)  # type: ignore[misc]
 
 
-class Root(SaysWhy, NNsight):
+class _WeightsEnvoy(_SaysWhy, Envoy):
+    """The wrapper of a group of points with weights."""
+
+
+class Root(_SaysWhy, NNsight):
     """The root of a tree of modules that trace blocks can be opened on.
 
     Attributes:
         handover: passes values between the tree and the trace blocks.
     """
 
-    def __init__(self, module: nn.Module, inner: str = "", as_modules: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, inner: str = "", as_modules: tuple[str, ...] = (), weighted: tuple[type, ...] = ()
+    ) -> None:
         """Wrap `module`.
 
         Args:
@@ -302,6 +312,7 @@ class Root(SaysWhy, NNsight):
             inner: a child of it whose own children are also found at the root, under their names.
             as_modules: paths of modules whose wrappers are instances of `torch.nn.Module` to `isinstance`, which some
                 functions of TransformerLens test.
+            weighted: classes of modules with properties that may be missing.
         """
         forwards = {part: part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__}
         second = [name for name, _ in module.get_submodule(inner).named_children()] if inner else []
@@ -309,7 +320,7 @@ class Root(SaysWhy, NNsight):
             module,
             interleaver=_Announced(self._serve),
             rename={f"{inner}.{name}": name for name in second} or None,
-            envoys=dict[Any, Any](dict.fromkeys(as_modules, _ModuleEnvoy)) | {MlpWeights: _WeightsEnvoy},
+            envoys=dict[Any, Any](dict.fromkeys(as_modules, _ModuleEnvoy)) | dict.fromkeys(weighted, _WeightsEnvoy),
         )
         self._forwards = {part: old for part, old in forwards.items() if not isinstance(old, Controller)}
         self._parked: dict[nn.Module, tuple[Any, Any]] = {}

@@ -35,16 +35,15 @@ class AbsentError(SettingError, AttributeError):
 
 
 class SaysWhy:
-    """A module, or nnsight's wrapper of one, whose missing weights say why they are missing.
+    """A module whose missing weights say why they are missing.
 
-    Where a property raises an `AttributeError`, Python calls ``__getattr__``, and those of PyTorch and nnsight know no
-    reason. This one reads the property once more.
+    Where a property raises an `AttributeError`, Python calls ``__getattr__``, and that of PyTorch knows no reason. This
+    one reads the property once more.
     """
 
     def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("_module", self)  # of a wrapper
-        found = getattr(type(module), name, None)
-        return found.__get__(module) if isinstance(found, property) else super().__getattr__(name)  # type: ignore[misc]
+        found = getattr(type(self), name, None)
+        return found.__get__(self) if isinstance(found, property) else super().__getattr__(name)  # type: ignore[misc]
 
 
 def per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_model d_head"]:

@@ -30,6 +30,7 @@ from sinklens.hooks.offload import device_of, stored_values
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.turn import Turn
+from sinklens.hooks.weights import MlpWeights
 from sinklens.model.bridges import from_bridge
 from sinklens.model.fingerprint import weights_fingerprint
 from sinklens.model.loading import Checkpoint, LoadRequest, TokenId, from_pretrained_model, load_checkpoint
@@ -70,7 +71,7 @@ class Model(ModuleMethods, SinglePasses):
     def __init__(self, checkpoint: Checkpoint) -> None:
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type), checkpoint.family.drawn)
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
-        super().__init__(tree, inner="hf", as_modules=("ln_final",))
+        super().__init__(tree, inner="hf", as_modules=("ln_final",), weighted=(MlpWeights,))
         tree.watch.follow(self.handover)
         tree.to_single_token = lambda text: self.to_single_token(text)
         if checkpoint.mask_token_id is not None:
@@ -272,7 +273,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | int | None = None,
     device_map: DeviceMap | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     family: str | None = None,
     block_length: Count | None = None,
     mask_token_id: TokenId | None = None,

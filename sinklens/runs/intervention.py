@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
@@ -145,8 +145,7 @@ class HookSource(ABC):
         Raises:
             SettingError: a step, layer, head or position does not exist, or a single pass is not enough.
         """
-        if run is None and self.needs_run:
-            raise SettingError(self.needs_run)
+        require(run is not None or not self.needs_run, self.needs_run)
         return self.pairs(model, RunContext.of_single_pass(model) if run is None else run)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
@@ -174,15 +173,14 @@ class HookSource(ABC):
             SettingError: one is refused, or empty and would silently change nothing.
         """
         for name in self.refused:
-            if getattr(self, name) is not None:
-                raise SettingError(f"{type(self).__name__} does not support {name}=; leave it out.")
+            require(getattr(self, name) is None, f"{type(self).__name__} does not support {name}=; leave it out.")
         for name in ("steps", "layers", "heads", "positions", *self.indexed):
             chosen = getattr(self, name)
-            if isinstance(chosen, Sized) and len(chosen) == 0:
-                raise SettingError(
-                    f"{name} is empty, so {type(self).__name__} would change nothing. Name at least one, pass None for "
-                    f"all, or leave the intervention out."
-                )
+            require(
+                not isinstance(chosen, Sized) or len(chosen),
+                f"{name} is empty, so {type(self).__name__} would change nothing. Name at least one, pass None for "
+                f"all, or leave the intervention out.",
+            )
 
     def chosen_layers(self, model: "Model") -> list[int]:
         """The layers as indices from 0."""
