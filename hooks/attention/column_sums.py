@@ -178,7 +178,8 @@ def _blocks(
         for first in range(0, heads, group):
             head = slice(first, first + group)
             q, k = query[row, head].float() * (scale * unit), key[row, head].float()
-            q, k = torch.cat([q, start[row, head, :, None]], dim=-1), nn.functional.pad(k, (0, 1), value=1.0).mT
+            q = torch.cat([q, start[row, head, :, None].float()], dim=-1)
+            k = nn.functional.pad(k, (0, 1), value=1.0).mT
             for begin in range(0, queries, step):
                 rows = slice(begin, begin + step)
                 scores = buffer[: q[:, rows].shape[1] * len(q) * keys].view(len(q), -1, keys)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.model import Model
@@ -254,8 +254,8 @@ def _check_token(token: int, model: "Model") -> None:
 def _refuse_prompt(what: AtPositions, run: RunContext) -> None:
     """Refuse positions of the prompt, which no step decides."""
     prompt, length = run.prompt_length, run.real.shape[1]
-    if what.positions is not None and bool(place_mask(what.positions, run.real)[:, :prompt].any()):
-        raise SettingError(
-            f"{type(what).__name__} takes positions of the answer, {prompt} to {length - 1} or -{length - prompt} to "
-            f"-1; got {list(what.positions)}."
-        )
+    require(
+        what.positions is None or not place_mask(what.positions, run.real)[:, :prompt].any(),
+        f"{type(what).__name__} takes positions of the answer, {prompt} to {length - 1} or -{length - prompt} to -1; "
+        f"got {list(what.positions or ())}.",
+    )
