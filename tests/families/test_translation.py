@@ -141,8 +141,10 @@ def test_a_default_of_transformers_that_the_family_cannot_express_is_rejected_to
 
     known = Family("mist", ("mist",), "mistral", "llada", "no", required={"sliding_window": (None,)}, mask_token_id=3)
     register(known, Architecture())
-    sizes = {"model_type": "mist", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
+    sizes = {
+        "model_type": "mist", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9,
+    }  # fmt: skip
     assert translate({**sizes, "sliding_window": None}, known, "here").sliding_window is None
     with pytest.raises(CheckpointError, match=r"no sliding_window, and transformers' class for mistral then uses 4096"):
         translate(sizes, known, "here")

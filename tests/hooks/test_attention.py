@@ -20,8 +20,10 @@ def watch(model, ids, *points, real=None, edits=None):
     def keep(value, hook):
         seen[hook.name.removeprefix(f"{AT}.")] = value.detach().clone()
 
-    hooks = [(f"{AT}.{point}", lambda value, hook, edit=edit: edit(value)) for point, edit in (edits or {}).items()]
-    hooks += [(f"{AT}.{point}", keep) for point in points]
+    hooks = [
+        *((f"{AT}.{point}", lambda value, hook, edit=edit: edit(value)) for point, edit in (edits or {}).items()),
+        *((f"{AT}.{point}", keep) for point in points),
+    ]
     return model.run_with_hooks(ids, attention_mask=real, fwd_hooks=hooks), *(seen[point] for point in points)
 
 
