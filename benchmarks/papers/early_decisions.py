@@ -7,7 +7,7 @@ token stands on the canvas from the beginning, at a place drawn from those that 
 the prompt: the token that the model's own run puts there, or the one that it predicts there at step 0. Intervals: t
 over templates, Tango's for paired answers.
 
-The default models need `sinklens fetch smollm2-135m`. 40 seconds of processor time for a tiny model, 25 minutes for
+The default models need `sinklens fetch smollm2-135m`. 40 seconds of processor time for a tiny model, 15 minutes for
 the other.
 """
 
