@@ -72,7 +72,7 @@ def run_plan(
     (measured,) = findings.measured.values()
     made = decided(asked, measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
-    lines = report_lines(asked, made, corrected, findings.tables["differences"])
+    lines = report_lines(asked, made, corrected, findings.tables["differences"], float(measured["base"].sum()))
     write_file(folder / REPORT, "\n".join(lines) + "\n")
     say("", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`.")
 
@@ -94,8 +94,8 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
     return [*lines, f"Assumed (expect): {', '.join(f'{name} {value:g}' for name, value in plan.expect.items())}."]
 
 
-def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differences: Any) -> list[str]:
-    """The report."""
+def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differences: Any, right: float) -> list[str]:
+    """The report; `right`: how many prompts are answered right with nothing masked."""
     from sinklens.analyses.estimates.deciding import verdict
     from sinklens.analyses.estimates.plan import TEMPLATE
     from sinklens.analyses.planned import MEASURES, PICKS
@@ -111,6 +111,7 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
         f"{MEASURES[plan.measure]}; {PICKS['treated']} against {PICKS[plan.against]}.",
         f"p {found.p:.2g}, after correction for {corrected.tests} tests on these prompts {corrected.p:.2g}; "
         f"equivalence within {plan.of_interest:g}: {made.p_equivalent:.2g}, corrected {corrected.p_equivalent:.2g}.",
+        *[f"With nothing masked, {right:.0f} of {plan.n} prompts are answered right."] * (plan.measure == "cost"),
     ]
     if said == "cannot tell":
         shown = "no difference" if math.isinf(made.shown) else f"differences from {made.shown:.2f}"

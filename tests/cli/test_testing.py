@@ -76,7 +76,7 @@ def run(tmp_path, monkeypatch, capsys):
 def test_planted_claims_get_their_verdicts(run, tmp_path, lost, n, said):
     code, printed, calls = run(lost, n)
     assert (code, len(calls)) == (0, n)
-    assert f"# {said}: masking sinks costs more" in printed
+    assert re.search(rf"(?s)# {said}: masking sinks costs more.*With nothing masked, {n} of {n} prompts are", printed)
     assert (tmp_path / "out" / "test-report.md").read_text().startswith(f"# {said}: ")
     assert ("there are too few of them." in printed) == (said == "cannot tell")
     assert "Against every control" in printed
