@@ -38,6 +38,7 @@ from sinklens.analyses.results import Findings, draw
 from sinklens.analyses.study import StudyProgress, setting_names
 from sinklens.errors import nearest, require
 from sinklens.evaluation.conditions import Condition, masking
+from sinklens.evaluation.distributed import OnRay
 from sinklens.evaluation.protocols import PROTOCOLS, STUDY, EvalProtocol, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.scoring import score
@@ -139,7 +140,11 @@ def is_tiny(model: str) -> bool:
 
 
 def reproduce(
-    asked: Request, out: Path, shard: tuple[int, int] = (0, 1), progress: StudyProgress | None = None
+    asked: Request,
+    out: Path,
+    shard: tuple[int, int] = (0, 1),
+    progress: StudyProgress | None = None,
+    engine: OnRay | None = None,
 ) -> list[Path]:
     """Measure what is missing in `out` and write the pages; see the module.
 
@@ -149,6 +154,7 @@ def reproduce(
         shard: (index, number of shards): measure every n-th generation and sample. Processes with other shards may run
             at once; the pages are written by a call without shards.
         progress: called with a label, the units done and the total.
+        engine: workers of a Ray cluster, which run the samples of Table 1; None for this process.
 
     Returns:
         The pages; none from a shard.
@@ -170,8 +176,9 @@ def reproduce(
             found.append(study.run([model], asked.prompts, out / "generations" / model.fingerprint, report))
         for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
             evaluate(
-                model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit,
-                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=is_tiny(name),
+                name if engine else model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit,
+                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=is_tiny(name), engine=engine,
+                load=asked.loading.get(name) if engine else None,
                 progress=lambda condition, done, total, name=name: report(  # type: ignore[misc]
                     f"{name}: {condition.name}", done, total
                 ),

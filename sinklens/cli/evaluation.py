@@ -3,9 +3,8 @@
 Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +17,7 @@ from sinklens.errors import SinklensError, require
 from sinklens.utils.escaping import say
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.conditions import Condition
+    from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.protocols import EvalProtocol
 
 
@@ -60,6 +59,7 @@ class Cluster:
     address: str | None = None
 
 
+Engine = Literal["here", "ray"]
 MASKING, CLUSTER, DRY_RUN = Masking(), Cluster(), DryRun()
 
 
@@ -80,7 +80,7 @@ def evaluate(
     batch_size: Integer = 25,
     allow_longer: bool = False,
     shard: str = "0/1",
-    engine: Literal["here", "ray"] = "here",
+    engine: Engine = "here",
     cluster: Cluster = CLUSTER,
     dry_run: bool = False,
     planned: DryRun = DRY_RUN,
@@ -111,13 +111,11 @@ def evaluate(
     """
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import counting
-    from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.runner import evaluate as measure
     from sinklens.evaluation.scoring import verdicts
 
     _refuse_unused(masks, "--mask-sinks with a K above 0", any(mask_sinks))
-    _refuse_unused(cluster, "--engine ray", engine == "ray")
     _refuse_unused(planned, "--dry-run", dry_run)
     asked, sampler = run or {}, settings or {}
     chosen = _named(task, protocol, prompts, data)
@@ -130,7 +128,7 @@ def evaluate(
         "task": chosen.make_task(prompts or data), "limit": limit, "batch_size": batch_size, "seed": seed,
         "shard": shard_of(shard), "cache": cache, "allow_longer": allow_longer,
     }  # fmt: skip
-    workers = OnRay(**vars(cluster)) if engine == "ray" else None
+    workers = workers_of(engine, cluster)
     with counting("samples", out, call) as count:
         for name in dict.fromkeys(models):
             shared["load"] = fitted(name, loading, sampler)
@@ -143,7 +141,9 @@ def evaluate(
                 conditions,
                 out,
                 engine=workers,
-                progress=partial(_report, count, name),
+                progress=lambda condition, done, total, name=name: count(  # type: ignore[misc]
+                    f"{name}: {condition.name}", done, total
+                ),
                 **shared,
             )
     if dry_run:
@@ -153,8 +153,12 @@ def evaluate(
     say(score if unscored else f"Done. To print the table: sinklens table {out}")
 
 
-def _report(count: Callable[[str, int, int], None], model: str, condition: "Condition", done: int, total: int) -> None:
-    count(f"{model}: {condition.name}", done, total)
+def workers_of(engine: Engine, cluster: Cluster) -> "OnRay | None":
+    """Those of ``--engine``; None for this process."""
+    from sinklens.evaluation.distributed import OnRay
+
+    _refuse_unused(cluster, "--engine ray", engine == "ray")
+    return OnRay(**vars(cluster)) if engine == "ray" else None
 
 
 def _refuse_unused(group: Any, needs: str, met: bool) -> None:

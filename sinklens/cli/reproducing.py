@@ -7,7 +7,7 @@ a call that names their items and models shows them again.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.evaluation import shard_of
+from sinklens.cli.evaluation import CLUSTER, Cluster, Engine, shard_of, workers_of
 from sinklens.cli.options import Call, Integer, LoadingOfRun, Names, fitted
 from sinklens.cli.planning import DryRun, print_plan
 from sinklens.errors import SinklensError, require
@@ -33,6 +33,8 @@ def reproduce(
     batch_size: Integer = 5,
     seed: Integer = 0,
     shard: str = "0/1",
+    engine: Engine = "here",
+    cluster: Cluster = CLUSTER,
     resume: bool = False,
     dry_run: bool = False,
     planned: DryRun = DRY_RUN,
@@ -53,6 +55,7 @@ def reproduce(
         seed: the same seed gives the same result
         shard: I/N: every N-th generation and sample, starting at I; processes with other shards may run at once. Then
             run once without it to write the pages
+        engine: where the samples of Table 1 run: in this process, or on a Ray cluster
         resume: continue what OUT holds with the options of its call; needs no MODEL
         dry_run: run nothing; print passes, operations, time on a card and memory by batch
     """
@@ -62,7 +65,11 @@ def reproduce(
     from sinklens.utils.documents import read_json
 
     if resume:
-        require(not models, "--resume takes the models and options of OUT; give only --out and --shard.", SinklensError)
+        require(
+            not models,
+            "--resume takes the models and options of OUT; give only --out, --shard and --engine.",
+            SinklensError,
+        )
         stored, names = read_json(out / "reproduce.json", SinklensError), Request.__dataclass_fields__
         lacks = f"{out / 'reproduce.json'} does not hold the options of a reproduction; name the models again."
         require(set(names) <= set(stored), lacks, SinklensError)
@@ -79,7 +86,7 @@ def reproduce(
             _print_plans(planned, name, asked)
         return
     with counting("prompts", out, call) as count:
-        written = measure(asked, out, shard_of(shard), count)
+        written = measure(asked, out, shard_of(shard), count, workers_of(engine, cluster))
     say(*(f"Written: {file}" for file in written))
 
 
