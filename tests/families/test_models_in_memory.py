@@ -65,7 +65,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: random_hf(sinklens_attention="hard"), {}, "sinklens_attention = 'hard'; known attention normalizers"),
     (lambda: random_hf("qwen3_moe", causal=False), {},
      r"is_causal is False, .*'rnd1' \(bidirectional, predicts the next"),
-    (lambda: sinklens.load(random_hf()).tree.hf, {"tokenizer": 8},
+    (lambda: sinklens.load(random_hf()).tree.hf, {"mask_token_id": 8},
      r"already has hook points, and a second set would disconnect the first.*the model that sinklens\.load returned"),
     (lambda: 8, {}, "cannot load a int; pass a name, a folder, a transformers PreTrainedModel"),
 ]  # fmt: skip
