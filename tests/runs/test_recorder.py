@@ -184,20 +184,12 @@ def test_variables_of_every_kind_are_filled_where_positions_do_not_exist_yet(tin
     assert data["single"].dtype == np.float32
 
 
-def set_two(value):
-    return torch.full_like(value, 2.0)
-
-
 def plant(value):
     value[:, 5, 3] = 777.0
 
 
 def flatten(value):
     value[:, :, 2] = value[:, -1:, 2]
-
-
-def shut(value):
-    return value * torch.tensor([1.0, 0, 1, 1, 1, 1])[:, None, None]
 
 
 def assert_edited(data):
@@ -214,7 +206,10 @@ def assert_edited(data):
         assert (elsewhere["output_rank"].to_numpy()[:, 2] > 1.001).all()
 
 
-EDITS = {"hook_resid_pre": plant, "attn.hook_v": set_two, "attn.hook_pattern": shut, "attn.hook_z": flatten}
+EDITS = {
+    "hook_resid_pre": plant, "attn.hook_v": lambda value: torch.full_like(value, 2.0), "attn.hook_z": flatten,
+    "attn.hook_pattern": lambda value: value * torch.tensor([1.0, 0, 1, 1, 1, 1])[:, None, None],
+}  # fmt: skip
 
 
 @pytest.mark.fast_cases(2)
