@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 LOG2_E = math.log2(math.e)  # scores use base 2: torch's exp2 is about three times as fast as its exp
 BLOCK_ELEMENTS = {
@@ -177,13 +177,12 @@ def _blocks(
     for row in range(batch):
         for first in range(0, heads, group):
             head = slice(first, first + group)
-            q, k = query[row, head].float() * (scale * unit), key[row, head].float()
-            q = torch.cat([q, start[row, head, :, None].float()], dim=-1)
-            k = nn.functional.pad(k, (0, 1), value=1.0).mT
+            q, k = query[row, head].float(), key[row, head].float().transpose(-2, -1)
             for begin in range(0, queries, step):
                 rows = slice(begin, begin + step)
-                scores = buffer[: q[:, rows].shape[1] * len(q) * keys].view(len(q), -1, keys)
-                torch.bmm(q[:, rows], k, out=scores)  # a column more in the product is faster than adding `start`
+                shift = start[row, head, rows, None].float()
+                scores = buffer[: shift.numel() * keys].view(*shift.shape[:2], keys)
+                torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
                 if full_mask is not None:
                     part = full_mask[row, head]
                     scores.add_(

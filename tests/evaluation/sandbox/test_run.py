@@ -221,12 +221,12 @@ def test_repeated_runs_give_the_same_outcome():
 @NEED_SANDBOX
 def test_no_files_or_processes_are_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
+    before, running = len(os.listdir("/proc/self/fd")), descendants(os.getpid())  # such as a browser of other tests
     for program in (RIGHT, "def add(a, b): 1 / 0\n"):
         run(program)
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not descendants(os.getpid())
+    assert not {*descendants(os.getpid())} - {*running}
 
 
 def descendants(pid):
