@@ -14,11 +14,13 @@ def tensors(values):
     return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
 
 
-class Operators(TorchDispatchMode):
+class Counting:
     def __init__(self, seen):
         super().__init__()
         self.seen = seen
 
+
+class Operators(Counting, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         chosen = name in ("index", "index_put", "index_put_") and any(
@@ -28,11 +30,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Copies(TorchFunctionMode):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
+class Copies(Counting, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.seen["copies"] += func in COPYING
         return func(*args, **(kwargs or {}))

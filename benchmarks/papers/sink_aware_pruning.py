@@ -72,7 +72,8 @@ def variances(model: Any, asked: Sequence[Problem], settings: dict[str, Any]) ->
         temporal[label] = np.array([float(motion.temporal_variance(track)[0]) for track in tracks])
         print(row(model.name, label, mean(spatial, asked, ".2f"), middle(temporal[label])), flush=True)
     if not model.causal:
-        ratio = temporal["run"] / temporal["random order"]
+        with np.errstate(invalid="ignore", divide="ignore"):  # sinks that never move
+            ratio = temporal["run"] / temporal["random order"]
         print(row(model.name, "run / random order", geometric(ratio, asked)), flush=True)
 
 

@@ -72,6 +72,8 @@ def mean(
 
 def geometric(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], form: str = ".1f") -> str:
     """As `mean`, of the logarithm: a geometric mean, for values above 0."""
+    if not (np.asarray(values) > 0).all():
+        return "a value is 0"
     return _text(_numbers(geometric_interval(_by_template(np.log(values), asked))), form)
 
 

@@ -10,8 +10,6 @@ import sinklens
 from sinklens.experiments import sweep
 from sinklens.interventions import SkipLayers
 
-SETTINGS = {"tiny-llada": {"steps": 8}, "tiny-dream": {"steps": 8}, "tiny-llama": {"gen_length": 8}}
-
 
 def cost(network, run, layer):
     """KL divergence at each step, in nats, if a layer adds nothing: at masked positions, or of the next token."""
@@ -26,13 +24,13 @@ def cost(network, run, layer):
     return found
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_costs_are_those_of_the_weights(name):
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-llama"])
+def test_costs_are_those_of_the_weights(script, name):
     model, network = sinklens.load(name), Network(name)
     runs = [network.decode(network.encode(prompt), steps=8) for prompt in PROMPTS]
     layers = range(network.layers)
     skips = {str(layer): SkipLayers(layers=[layer]) for layer in layers}
-    found = sweep(model, PROMPTS, skips, replay=True, **SETTINGS[name])["kl"]
+    found = sweep(model, PROMPTS, skips, replay=True, **script("redundant_layers").MODELS[name])["kl"]
     expected = np.array([[cost(network, run, layer) for run in runs] for layer in layers])
     assert expected.shape == found.shape == (4, 3, 8)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)

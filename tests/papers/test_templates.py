@@ -28,5 +28,10 @@ def test_answers_have_score_intervals(script, values, lowest, text):
 
 
 def test_models_sizes_and_settings_can_be_given(script):
-    found = script("templates").call(["a", "each=1", "steps=8"], ("b",), 3)
-    assert (found.models, len(found.problems), found.settings) == (["a"], 7, {"steps": 8})
+    tables = script("templates")
+    assert tables.call(["a", "each=1", "steps=8"], ("b",), 3) == (["a"], tables.balanced(1), {"steps": 8})
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0], [2.0, np.nan]])
+def test_a_ratio_of_nothing_has_no_geometric_mean(script, values):
+    assert script("templates").geometric(np.array(values), script("templates").balanced(1)[:2]) == "a value is 0"
