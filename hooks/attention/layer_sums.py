@@ -78,8 +78,6 @@ class LayerSums:
         self._passes: dict[Any, ForwardPass] = {}
         self._scores: dict[Any, Tensor] = {}
         self._waiting: dict[Any, Waiting] = {}
-        self._kind: Any = None  # of those that wait
-        self._room = 0  # how many more can wait
 
     def put(self, point: Any, scores: Float[Tensor, "batch head key"]) -> None:
         """Record the scores of the layer of `point`."""
@@ -87,12 +85,10 @@ class LayerSums:
 
     def add(self, point: Any, layer: Waiting) -> None:
         """Record the scores of the layer of `point`, which may be computed later."""
-        if self._waiting and layer.kind != self._kind:
+        if layer.kind != next(iter(self._waiting.values()), layer).kind:
             self._compute()
-        if not self._waiting:
-            self._kind, self._room = layer.kind, layer.together
         self._waiting[point], self._passes[point] = layer, point.watch.forward_pass
-        if len(self._waiting) == self._room:
+        if len(self._waiting) >= layer.together:
             self._compute()
 
     def _compute(self) -> None:
