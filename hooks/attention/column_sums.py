@@ -28,9 +28,9 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)  # scores use base 2: torch's exp2 is about three times as fast as its exp
 BLOCK_ELEMENTS = {
-    "cpu": 1 << 21,
+    "cpu": 1 << 19,
     "cuda": 1 << 24,
-}  # scores in memory at once; 8 MiB on a CPU, to fit its last-level cache
+}  # scores in memory at once; 2 MiB on a CPU, to fit a core's cache
 
 TRITON_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which the kernels may be used
 
@@ -182,7 +182,9 @@ def _blocks(
                 rows = slice(begin, begin + step)
                 shift = start[row, head, rows, None].float()
                 scores = buffer[: shift.numel() * keys].view(*shift.shape[:2], keys)
-                torch.baddbmm(shift, q[:, rows], k, alpha=scale * unit, out=scores)
+                scores.baddbmm_(q[:, rows], k, beta=0, alpha=scale * unit).add_(
+                    shift
+                )  # faster than copying shift first
                 if full_mask is not None:
                     part = full_mask[row, head]
                     scores.add_(

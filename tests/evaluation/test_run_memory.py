@@ -198,7 +198,7 @@ def test_no_part_of_a_tiny_model_s_plan_is_printed_as_zero(plan):
 
 
 def measured(name, sizes, batch, prompt, watch, settings, pipe):
-    """The peak of the tensors of a run in a process of its own, with small blocks of scores; else up to 8 MiB."""
+    """The peak of the tensors of a run in a process of its own, with small blocks of scores; else up to 2 MiB."""
     layer_sums.TOGETHER, column_sums.BLOCK_ELEMENTS["cpu"] = 1, 1 << 17
     model = sinklens.load(name) if isinstance(name, str) else random_model(*name, **sizes)
     ids = torch.randint(10, 60, (batch, prompt))
