@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import require
+from sinklens.hooks.names import axes_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
@@ -44,8 +45,8 @@ class Ablate(AtPositions):
         positions, where: positions whose values are replaced.
 
     Raises:
-        SettingError: a missing reference, or one without a use. In a run: the mean without a reference in a step that
-            computes a part of the canvas, under a cache policy or with cached blocks.
+        SettingError: a missing reference, or one without a use. In a run: a point without such values; the mean without
+            a reference in a step that computes a part of the canvas, under a cache policy or with cached blocks.
     """
 
     within_step: ClassVar[bool] = True
@@ -70,6 +71,13 @@ class Ablate(AtPositions):
         )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        axes = axes_of(model.tree.resolve(f"blocks.{self.chosen_layers(model)[0]}.{self.point}"))
+        require(
+            (axes[1] == "pos" and (self.by != "skip" or axes[2:] == ["d_model"]))
+            or self.by not in ("mean", "resample", "skip"),
+            f"by={self.by!r} needs a point with a {'stream' if self.by == 'skip' else 'value'} at each position, and "
+            f"{self.point} has the axes {' '.join(axes)}; pass a number, or choose another point.",
+        )
         require(
             self.by != "mean" or self.reference is not None or not model.causal,
             "the mean over a row's positions would leak later positions in a causal model; pass "

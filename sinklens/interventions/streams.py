@@ -71,8 +71,9 @@ class Steer(AtPositions):
         given = self.direction.values if isinstance(self.direction, Directions) else self.direction
         sizes = [model.cfg.n_layers, model.cfg.d_model]
         require(
-            list(given.shape) in (sizes, sizes[1:]),
-            f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.",
+            isinstance(given, Tensor) and list(given.shape) in (sizes, sizes[1:]),
+            f"direction must have shape {sizes[1:]} or {sizes}, a tensor; got "
+            f"{list(given.shape) if isinstance(given, Tensor) else type(given).__name__}.",
         )
         layers, directions = self.chosen_layers(model), given.detach().float().expand(*sizes)
         norms = directions.norm(dim=-1, keepdim=True)

@@ -99,7 +99,8 @@ def generate(
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, but:
             (1) with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged; (2) these
             waiting steps count for interventions at given steps, and for keys drawn at every step; (3) at a temperature
-            above 0, copies of one prompt in one batch get different random numbers.
+            above 0, copies of one prompt in one batch get different random numbers; (4) with cached blocks, the scores
+            by which an intervention chooses keys cover the current blocks of all rows.
         chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``, and interventions;
             ``hook.step`` is the step. They are removed when the run ends.

@@ -39,10 +39,10 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
     """
     known = [*STATES, *SYNONYMS, *KIND_NAMES]
     for name in only:
-        if name.removeprefix(NOT) not in known:
+        if str(name).removeprefix(NOT) not in known:
             raise SettingError(
                 f"{argument}= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
-                f"{', '.join(known)}.{nearest(name.removeprefix(NOT), known)}"
+                f"{', '.join(known)}.{nearest(str(name).removeprefix(NOT), known)}"
             )
 
 

@@ -84,6 +84,10 @@ REFUSED = [
         lambda reference: Ablate(point="hook_mlp_out", by="mean", reference=reference).hooks_for(shared_model()),
         "the donors have no 'blocks.0.hook_mlp_out'",
     ),
+    *(
+        (lambda reference, by=by, point=point: Ablate(point=point, by=by).hooks_for(shared_model()), f"by='{by}' needs")
+        for by, point in (("mean", "attn.hook_pattern"), ("skip", "attn.hook_k"))
+    ),
     (
         lambda reference: AblateHeads(heads=3).hooks_for(shared_model()),
         r"heads must be a list of integers, .*; got 3",
