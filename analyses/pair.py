@@ -31,7 +31,7 @@ from annotated_types import Ge, Gt, Le
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, written
 from sinklens.analyses.runs import noise_of
-from sinklens.analyses.texts import KINDS, Texts, described
+from sinklens.analyses.texts import KINDS, PAIRS, Difference, Texts, described
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.interventions.controls import of_mass
 from sinklens.utils.arguments import Count
@@ -89,6 +89,10 @@ class Pair(Texts):
     """See the module."""
 
     name: ClassVar[str] = "pair"
+    pairs: ClassVar[Mapping[str, Difference]] = {
+        **PAIRS,
+        "hiding any sinks": Difference("cost", {"kind": "any", "choice": "sink"}),
+    }
     draws: Count = 1
     edits: Annotated[int, Ge(0)] = 2
     age: Annotated[int, Ge(0)] = 0

@@ -165,7 +165,7 @@ PAIRS = {
     "sinks that are no-ops": Difference("no_op_share", {}),
     "jumps, a token replaced, later queries": Difference("jump_share", _jumps("edited, later")),
 }
-"""What `paired` compares: the masked model minus the causal one."""
+"""The masked model minus the causal one: one family of claims."""
 
 
 @dataclass
@@ -173,6 +173,7 @@ class Texts(Study):
     """See the module.
 
     Attributes:
+        pairs: what `paired` compares.
         draws: random masks per text; an autoregressive model reads the text once.
         edits: number of edits of each sort for each text; 0 measures no jumps.
         epsilon: a sink receives more than this above uniform attention, in column sums.
@@ -187,6 +188,7 @@ class Texts(Study):
     """
 
     name: ClassVar[str] = "texts"
+    pairs: ClassVar[Mapping[str, Difference]] = PAIRS
     together: ClassVar[bool] = False
     draws: Count = 2
     edits: Annotated[int, Ge(0)] = 4
@@ -324,8 +326,8 @@ class Texts(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``texts``: `MEASURES`; ``layers``: `OF_LAYERS` by layer; ``claims``: `CLAIMS`, one family on each model;
-        ``pairs``: `PAIRS`, one family on each pair of a masked and a causal model. A claim whose values are the same at
-        every share is one row, without a share. Intervals resample groups of texts if there are several.
+        ``pairs``: those of the study, one family on each pair of a masked and a causal model. A claim whose values are
+        the same at every share is one row, without a share. Intervals resample groups of texts if there are several.
         """
         from pandas import DataFrame
 
@@ -341,7 +343,7 @@ class Texts(Study):
                 claims += mean_rows(model, str(claim), _once(values), self.seed, group, claim=True)
         pairs = [
             row
-            for pair, data in paired(measured).items()
+            for pair, data in paired(measured, self.pairs).items()
             for name, values in data.items()
             if values.notnull().any()
             for row in mean_rows(pair, str(name), _once(values), self.seed, groups_of(data), claim=True)
@@ -364,10 +366,10 @@ def described(rows: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]) ->
     return table.assign(meaning=table["measure"].map(meanings)).drop(columns="p")
 
 
-def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
-    """`PAIRS` [prompt] of every masked model minus every causal one, as "MASKED − CAUSAL"."""
+def paired(measured: Mapping[str, xr.Dataset], pairs: Mapping[str, Difference]) -> dict[str, xr.Dataset]:
+    """`pairs` [prompt] of every masked model minus every causal one, as "MASKED − CAUSAL"."""
     return {
-        f"{one} − {other}": xr.Dataset({name: pair.of(masked) - pair.of(causal) for name, pair in PAIRS.items()})
+        f"{one} − {other}": xr.Dataset({name: pair.of(masked) - pair.of(causal) for name, pair in pairs.items()})
         for one, masked in measured.items()
         for other, causal in measured.items()
         if causal["causal"].all() and not masked["causal"].any()

@@ -149,6 +149,7 @@ TABLES: dict[str, Table] = {
     ), models=PAIR[2:]),
     "pair_pairs": Table("pair-pairs", (
         percent("heads with a sink, points", measure="heads with a sink, of 1", share=0.15),
+        plain("nats lost by hiding all sinks, 100 windows", measure="hiding any sinks", share=0.15),
         percent("strongest key changes, a token replaced, points", measure="jumps, a token replaced, later queries"),
     ), models=(f"{PAIR[2]} − {PAIR[1]}",)),
     "pair_fates": Table("pair-fates", tuple(

@@ -8,7 +8,7 @@ import torch
 
 from sinklens.analyses.pair import Pair
 from sinklens.analyses.passes import Read, TextCanvas, loss
-from sinklens.analyses.texts import PAIRS, Texts
+from sinklens.analyses.texts import KINDS, Texts
 from sinklens.errors import SettingError
 from sinklens.tasks import held_out
 
@@ -67,13 +67,13 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
 
 
 def test_pairs_subtract_the_causal_model_text_by_text_and_count_once_what_no_mask_changes(tiny_llada, tiny_llama):
-    found = Texts(draws=1, edits=1, shares=(0.3, 0.9)).run([tiny_llada, tiny_llama], PROBLEMS[:3])
+    found = Pair(edits=1, shares=(0.3, 0.9), kinds=tuple(KINDS)).run([tiny_llada, tiny_llama], PROBLEMS[:3])
     pairs = found.tables["pairs"].set_index("measure")
     assert set(pairs["model"]) == {"tiny-llada − tiny-llama"}
-    assert set(pairs.index) == {name for name in PAIRS if name.split()[1] not in ("start", "delimiter", "digit")}
-    masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
-    expected = (masked - causal).mean("prompt")
-    assert pairs.loc["log2 of what sinks write", "estimate"].tolist() == pytest.approx(expected.values)
+    assert set(pairs.index) == {name for name in Pair.pairs if name.split()[1] not in ("start", "delimiter", "digit")}
+    less = (found.measured["tiny-llada"] - found.measured["tiny-llama"]).mean("prompt")
+    expected = [*less["write_ratio"].values, *less["cost"].sel(kind="any", choice="sink").values]
+    assert pairs.loc[["log2 of what sinks write", "hiding any sinks"], "estimate"].tolist() == pytest.approx(expected)
     assert np.isnan(pairs.loc["jumps, a token replaced, later queries", "share"])
 
 
