@@ -43,7 +43,7 @@ def cost(
 ) -> Float[np.ndarray, "2 prompt"]:
     """KL divergence on the canvases of `base`, and right answers, under `hooks`."""
     prompts, after, quiet = [one.prompt for one in asked], MaskedLogits(), {"record_sinks": False, "progress": False}
-    replayed = sinklens.generate(base.model, prompts, replay=base, hooks=[*hooks, after], **quiet)
+    replayed = sinklens.generate(base.model, prompts, replay=base, hooks=[*hooks, after], **quiet, **settings)
     kl = compare(base, replayed, logits.kept, after.kept)["kl"].mean("step").to_numpy()
     run = sinklens.generate(base.model, prompts, hooks=hooks, **quiet, **settings)
     right = [read_answer(text or "") == one.result for text, one in zip(run.text, asked, strict=True)]
