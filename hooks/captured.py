@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from sinklens.errors import require
 from sinklens.hooks.attention import column_sums, fused
 from sinklens.hooks.attention.layer_sums import LayerSums
-from sinklens.hooks.attention.masks import bias_of, is_mask, known, of_one_hook, only_masks
+from sinklens.hooks.attention.masks import bias_of, hooked_masks, known, of_one_hook, only_masks
 from sinklens.hooks.points import Point, Watch
 
 DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which passes are captured
@@ -127,8 +127,8 @@ class Captures:
             return base(**named, use_cache=False).last_hidden_state
 
         size, like = (len(ids), tree.cfg.n_heads, 1, ids.shape[1]), next(base.parameters())
-        points = sorted(filter(is_mask, watch.hooked), key=Point.layer)
-        biases = of_one_hook(watch, size, like) or {point: bias_of(point, size, like) for point in points}
+        biases = of_one_hook(watch, size, like)
+        biases = biases or {point: bias_of(point, size, like) for point in hooked_masks(watch)}
         given |= {point: bias for point, bias in biases.items() if bias is not None}
         large = any(bias is not None and (bias.shape[2] > 1 or not bias.is_contiguous()) for bias in biases.values())
         with known(watch, biases, ids.device):
@@ -143,7 +143,7 @@ class Captures:
     def _of_kind(self, watch: Watch, given: dict[Any, Tensor], forward: Forward) -> Captured | None:
         """The captured pass with such inputs; None for one that has not run before, or cannot be captured."""
         recorded = None if watch.sums is None else (watch.sums.rows, frozenset(watch.sums.layers))
-        hooked = frozenset(filter(is_mask, watch.hooked))
+        hooked = frozenset(hooked_masks(watch))
         kind = (recorded, hooked, *((name, value.shape, value.dtype) for name, value in given.items()))
         kept = self._kept.pop(kind, None)
         if kept is None:

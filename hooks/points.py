@@ -49,6 +49,7 @@ class Watch:
         biases: values of ``hook_attn_mask`` by point, where hooks were called before the pass; see masks.py.
         short: whether nothing inside the pass that runs is watched, except `biases` and what `sums` records.
         points: all points of the tree.
+        masks: its points ``hook_attn_mask``, in the order of the layers.
         hooked: the points that have hooks, or had some when the last pass began.
         served: whether a trace block runs in step with the model.
     """
@@ -63,6 +64,7 @@ class Watch:
         self.biases: dict[Point, Tensor | None] = {}
         self.short = False
         self.points: list[Point] = []
+        self.masks: list[Point] = []
         self.hooked: set[Point] = set()
         self.served = False
         self._held = Counter[Point]()  # points that `armed` blocks need

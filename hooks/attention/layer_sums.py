@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers that can be computed together."""
         query, key, lse, scale, mask, real, causal = self
-        masked, counted = (None if one is None else one.shape for one in (mask, real))
+        masked, counted = None if mask is None else mask.shape, None if real is None else real.shape
         return query.shape, key.shape, query.dtype, query.device, lse is None, scale, masked, counted, causal
 
     @property

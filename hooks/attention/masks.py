@@ -32,14 +32,15 @@ class MaskHook:
         raise NotImplementedError
 
 
-def is_mask(point: Point) -> bool:
-    return str(point.name).endswith(".hook_attn_mask")
-
-
 def only_masks(watch: Watch) -> bool:
     """Whether Python takes part in the passes of a run at the sampler's points and through masks alone."""
     plain = not watch.served and watch.peeked is None and watch.cache is None
-    return plain and all(isinstance(point, SamplerPoint) or is_mask(point) for point in watch.hooked)
+    return plain and all(isinstance(point, SamplerPoint) for point in watch.hooked.difference(watch.masks))
+
+
+def hooked_masks(watch: Watch) -> list[Point]:
+    """The points ``hook_attn_mask`` that have hooks, in the order of the layers."""
+    return [point for point in watch.masks if point in watch.hooked]
 
 
 def zeros_of(size: tuple[int, ...], like: Tensor) -> Mask:
@@ -71,7 +72,7 @@ def writes(value: Tensor) -> int | None:
 
 def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point, Mask | None]:
     """The masks of all points that have hooks, if one `MaskHook` gives them all before the pass; empty otherwise."""
-    points = sorted(filter(is_mask, watch.hooked), key=Point.layer) if only_masks(watch) else []
+    points = hooked_masks(watch) if only_masks(watch) else []
     hooks = {point.only_function for point in points}
     hook = hooks.pop() if len(hooks) == 1 else None
     found = hook.of_layers(zeros_of(size, like), points) if isinstance(hook, MaskHook) else None
@@ -84,8 +85,8 @@ def known(watch: Watch, biases: dict[Point, Mask | None], device: torch.device) 
 
     What else attention would ask in every layer is asked here once, see `Watch.short`.
     """
-    asked = watch.hooked - biases.keys()
-    plain = only_masks(watch) and not any(map(is_mask, asked)) and watch.forward_pass.counted is None
+    given = biases.keys() >= set(hooked_masks(watch))
+    plain = given and only_masks(watch) and watch.forward_pass.counted is None
     watch.biases, watch.short = biases, plain and not torch.is_autocast_enabled(device.type)
     try:
         yield

@@ -116,13 +116,15 @@ class Hide(MaskHook):
     ) -> list[Float[Tensor, "batch head 1 key"] | None] | None:
         if self._places.nowhere(points[0]):
             return [None] * len(points)
-        keys = self._places.keys_of_layers(points[0])
-        if keys is None:
+        found = self._places.of_layers(points[0])
+        if found is None or found.layers is None:
             return None
-        hidden = zeros.masked_fill(keys[..., None, :].to(zeros.device), -torch.inf).unbind()
-        layers = [layer_of(point) if len(hidden) > 1 else 0 for point in points]
-        found = zip(layers, points, strict=True)
-        return [hidden[layer] if self._places.anywhere(point) else None for layer, point in found]
+        keys = found.mask.transpose(0, 1)[..., None, :].to(zeros.device)
+        hidden = [
+            one if any_key else None
+            for one, any_key in zip(zeros.masked_fill(keys, -torch.inf), found.layers, strict=True)
+        ]
+        return [hidden[layer_of(point)] for point in points] if len(hidden) > 1 else hidden * len(points)
 
 
 def MaskSinks(

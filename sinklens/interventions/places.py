@@ -257,13 +257,13 @@ class Places:
             rows = self._rows_of(step)
         return KeyMask(mask[:, :, None], rows[:, None].to(device))
 
-    def keys_of_layers(self, hook: Point) -> Bool[Tensor, "#layer #batch #head key"] | None:
+    def of_layers(self, hook: Point) -> StepPlaces | None:
         """The keys of every layer of the pass of a point; None where `keys_at` has to be asked for each."""
         step = int(hook.step or 0)
         found = self._of_step(step) if self._together and self._in_step(step) else None
         if found is None or not found.by_layer or hook.forward_pass.keys != range(found.mask.shape[-1]):
             return None
-        return found.mask.transpose(0, 1)
+        return found
 
     def nowhere(self, hook: Point) -> bool:
         """Whether it is known that no layer has a place at the step of a point."""
