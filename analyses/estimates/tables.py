@@ -19,6 +19,7 @@ from jaxtyping import Float, Shaped
 from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown
+from sinklens.utils.arguments import checked
 from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
 
 FLIPS = 20_000
@@ -49,6 +50,7 @@ def interval_rows(
     return rows
 
 
+@checked
 def interval_table(
     measured: Mapping[str, xr.Dataset],
     variables: Sequence[str],
@@ -79,6 +81,7 @@ def interval_table(
     return DataFrame(rows)
 
 
+@checked
 def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
     """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`, `corrected`.
 

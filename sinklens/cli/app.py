@@ -90,7 +90,7 @@ def build() -> App:
         name="sinklens", version=f"sinklens {version_of('sinklens')}", help_format="plaintext",
         help="Look inside diffusion language models while they denoise.",
         help_epilogue="From Python: sinklens.load, sinklens.trace, sinklens.generate.",
-        default_parameter=Parameter(negative=(), consume_multiple=True),
+        default_parameter=Parameter(negative=(), consume_multiple=1),
         result_action="return_value", suppress_keyboard_interrupt=False,
     )  # fmt: skip
     for name, (place, text) in COMMANDS.items():

@@ -24,7 +24,7 @@ from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks import StrongestKeys
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Seed, as_tuple, read_as
+from sinklens.utils.arguments import Seed, as_tuple, checked
 
 CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "random": ("random", True, "random key"),
@@ -110,6 +110,7 @@ class Condition:
 UNMASKED = Condition("unmasked", masked=0)
 
 
+@checked
 def masking(
     counts: Sequence[int],
     controls: Sequence[str] = (),
@@ -117,7 +118,7 @@ def masking(
     queries: Reach = "newest",
     of_unmasked: bool = False,
     sinks_only: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> list[Condition]:
     """The study's conditions (Rulli et al., 2510.15731, Sec. 4.3): no masking, and K sinks masked for each K.
 
@@ -144,7 +145,6 @@ def masking(
         not any(count < 0 for count in numbers),
         f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.",
     )
-    seed, controls = read_as(Seed, "seed", seed), as_tuple(controls)
     for control in controls:
         require(
             control in CONTROLS,
@@ -164,6 +164,7 @@ def masking(
     return found
 
 
+@checked
 def under_caches(
     conditions: Condition | Sequence[Condition], caches: "str | Policy | Sequence[str | Policy]"
 ) -> list[Condition]:

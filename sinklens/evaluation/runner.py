@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError, require, warn_caller
 from sinklens.evaluation.checked import evaluations, records_of
@@ -24,14 +24,14 @@ from sinklens.evaluation.units import Batch, Job, batches
 from sinklens.sampling import Policy
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
-from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.arguments import Count, Seed, Words, checked, read_as
 from sinklens.utils.folders import check_folder
-from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.evaluation.distributed import OnRay
 
 
+@checked
 def evaluate(
     model: Any,
     protocol: EvalProtocol | str,
@@ -42,7 +42,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 25,
     seed: int = 0,
-    shard: tuple[int, int] = (0, 1),
+    shard: Annotated[tuple[int, int], Words("two integers, (0, 4) for the first of four")] = (0, 1),
     load: dict[str, Any] | None = None,
     cache: str | Policy | Sequence[str | Policy] = (),
     allow_longer: bool = False,
@@ -119,10 +119,7 @@ def evaluate(
 
 def _samples(task: Task, limit: int | None, shard: tuple[int, int]) -> list[Sample]:
     """The samples of a shard."""
-    fits = isinstance(shard, tuple | list) and len(shard) == 2 and None not in map(as_integer, shard)
-    require(
-        fits and 0 <= shard[0] < shard[1], f"shard must be two integers, (0, 4) for the first of four; got {shard!r}."
-    )
+    require(0 <= shard[0] < shard[1], f"shard must be two integers, (0, 4) for the first of four; got {shard!r}.")
     number, parts = shard
     samples = list(task.samples(limit))[number::parts]
     repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)

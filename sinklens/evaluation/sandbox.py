@@ -36,7 +36,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from sinklens.errors import SinklensError, require
-from sinklens.utils.arguments import check_arguments
+from sinklens.utils.arguments import check_arguments, checked
 
 START_LIMIT = 60.0  # seconds a process may take to start on a busy machine
 LAST_WORDS = 1.0  # seconds after the verdict in which late output is still read
@@ -147,6 +147,7 @@ def available_isolation() -> Isolation:
     return Isolation((name, owner, "system-call filter", "resource limits", "clean environment"))
 
 
+@checked
 def run_program(
     program: str, test: str, entry_point: str, *, helpers: str = "", limits: Limits | None = None, reference: str = ""
 ) -> Outcome:

@@ -21,8 +21,10 @@ from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks.base import CodeSample, CodeTask
 from sinklens.tasks.prompts import prompt_hash
 from sinklens.tasks.registry import reads_files
+from sinklens.utils.arguments import checked
 
 
+@checked
 def score(
     ledger: str | Path,
     *,

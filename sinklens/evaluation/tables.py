@@ -30,6 +30,7 @@ from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
 from sinklens.evaluation.protocols import PROTOCOLS, departures, is_checkpoint
 from sinklens.evaluation.scoring import verdicts
 from sinklens.utils import estimates
+from sinklens.utils.arguments import checked
 from sinklens.utils.estimates import Estimate, Paired, holm, paired, proportion
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
@@ -56,6 +57,7 @@ class _Scored:
         return str(self.condition.get("control_of", ""))
 
 
+@checked
 def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
     """Every condition of every group of a ledger, groups in order of task, protocol and model.
 

@@ -33,7 +33,7 @@ from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks.prompts import model_input
 from sinklens.tasks.registry import reads_files
-from sinklens.utils.arguments import Share, read_as
+from sinklens.utils.arguments import Share, checked
 from sinklens.utils.escaping import in_markdown
 from sinklens.utils.estimates import Estimate, student, unpaired
 from sinklens.utils.versions import versions
@@ -152,6 +152,7 @@ class Verification:
         return "\n".join(shown)
 
 
+@checked
 def verify(
     model: "Model",
     out: str | Path,
@@ -160,7 +161,7 @@ def verify(
     data: str | Path | None = None,
     fingerprint: str = "",
     protocol: str = "",
-    score: float | int | None = None,
+    score: Share | None = None,
     batch_size: int = 10,
     settings: Mapping[str, Any] | None = None,
 ) -> Verification:
@@ -184,7 +185,6 @@ def verify(
         SinklensError: the problems cannot be read, or `out` holds results of another kind.
     """
     chosen = find_protocol(protocol or protocol_for(model.name))
-    read_as(Share | None, "score", score)
     require(
         data is None or reads_files(chosen.task),
         f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "

@@ -37,7 +37,7 @@ from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.sampling.key_cache import one_later
-from sinklens.utils.arguments import Count, read_as
+from sinklens.utils.arguments import Count, checked, read_as
 
 LogitMetric = Callable[[Tensor], Tensor]
 UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts
@@ -46,6 +46,7 @@ EMBED = "hook_embed"
 ORDER = ("layer", "head", "kv_head", "query", "pos", "key", "expert", "k")
 
 
+@checked
 def attribution_patching(
     model: "Model",
     clean_ids: Prompt,
@@ -100,6 +101,7 @@ def attribution_patching(
         return _dataset(found, metric_value(metric, clean_logits), metric_value(metric, corrupted_logits))
 
 
+@checked
 @torch.no_grad()
 def patching_effects(
     model: "Model",
@@ -112,7 +114,7 @@ def patching_effects(
     time: Time = None,
     heads: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
-    batch_size: int = 32,
+    batch_size: Count = 32,
 ) -> xr.Dataset:
     """The true m(corrupted with v_clean) − m(corrupted), for each layer, head and position separately.
 
@@ -125,7 +127,6 @@ def patching_effects(
         batch_size: number of places patched in one pass, each in a copy of the batch.
     """
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
-    read_as(Count, "batch_size", batch_size)
     kept, logits = pair.values(pair.clean, _points(names, model))
     clean, corrupted = metric_value(metric, logits), metric_value(metric, pair.values(pair.corrupted, [])[1])
     found = {}
@@ -154,6 +155,7 @@ class Agreement(NamedTuple):
     rank_correlation: float = np.nan
 
 
+@checked
 def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
     """Compare an estimate with the truth at common places, by variable.
 

@@ -26,11 +26,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
+from annotated_types import Ge
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -46,10 +47,11 @@ from sinklens.interventions.paths import senders_of
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
-from sinklens.utils.arguments import NonNegative, as_tuple, read_as
+from sinklens.runs.result import Generation
+from sinklens.utils.arguments import NonNegative, as_tuple, checked
 from sinklens.utils.atomic import write_file
 
+Most = Annotated[int, Ge(0)] | None
 FORMAT = "sinklens circuit 2"
 
 
@@ -286,6 +288,7 @@ class CircuitCase:
         return float(metric_value(self.metric, self.pair.logits(self.pair.hidden(self.pair.clean, hooks))))
 
 
+@checked
 def circuit_case(
     model: "Model",
     clean_ids: Prompt,
@@ -299,6 +302,7 @@ def circuit_case(
     return CircuitCase(Pair.of(model, clean_ids, corrupted_ids, attention_mask, time), metric)
 
 
+@checked
 def circuit_cases(
     run: "Generation",
     changes: Mapping[str, str],
@@ -318,7 +322,6 @@ def circuit_cases(
         PromptError: as `corrupted`.
         SettingError: a step that did not run, or a run that `exact_step` refuses.
     """
-    require_run(run, "run")
     found = []
     for step in within("step", steps, run.steps_run):
         ids, real, time = exact_step(run, step)
@@ -340,6 +343,7 @@ def _at_step(run: "Generation", metric: Callable[[Tensor, int], Tensor] | None, 
     return likely
 
 
+@checked
 def edge_scores(
     cases: CircuitCase | Sequence[CircuitCase], *, ig_steps: int = 0, by_position: bool = False
 ) -> xr.DataArray:
@@ -384,6 +388,7 @@ class CircuitValue(NamedTuple):
     empty: float
 
 
+@checked
 def measure_circuit(cases: CircuitCase | Sequence[CircuitCase], circuit: Circuit) -> CircuitValue:
     """Faithfulness and completeness of a circuit.
 
@@ -409,8 +414,9 @@ def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
     return full, empty
 
 
+@checked
 def greedy_circuit(
-    cases: CircuitCase | Sequence[CircuitCase], start: Circuit, *, tolerance: float = 0.01, most: int | None = None
+    cases: CircuitCase | Sequence[CircuitCase], start: Circuit, *, tolerance: NonNegative = 0.01, most: Most = None
 ) -> Circuit:
     """Remove edges one by one, weakest scores first, while each costs little faithfulness.
 
@@ -427,7 +433,6 @@ def greedy_circuit(
     Raises:
         SettingError: as `measure_circuit`; a negative tolerance, or a start without edges.
     """
-    read_as(NonNegative, "tolerance", tolerance)
     require(start.size, "the circuit to begin with has no edges; pass one that has, such as the strongest 20 %.")
     cases = _listed(cases)
     full, empty = _ends(cases)

@@ -50,13 +50,14 @@ from sinklens.interventions.paths import (
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs, within
-from sinklens.runs.result import Generation, require_run
-from sinklens.utils.arguments import Count, as_tuple, read_as
+from sinklens.runs.result import Generation
+from sinklens.utils.arguments import Count, as_tuple, checked
 
 COPIES = 16  # of the batch in a pass; more are slower on a CPU, whose caches they exceed
 EVERY = "all"
 
 
+@checked
 def edge_attribution(
     model: "Model",
     clean_ids: Prompt,
@@ -114,6 +115,7 @@ def _sent(pair: Pair, senders: Sequence[Sender]) -> list[tuple[dict[str, Tensor]
     return [pair.values(pair.clean, outputs), pair.values(pair.corrupted, [*outputs, *gates])]
 
 
+@checked
 @torch.no_grad()
 def path_patching_effects(
     model: "Model",
@@ -125,7 +127,7 @@ def path_patching_effects(
     time: Time = None,
     senders: str | Sequence[str] | None = None,
     receivers: str | Sequence[str] | None = None,
-    batch_size: int = COPIES,
+    batch_size: Count = COPIES,
 ) -> xr.Dataset:
     """The true effect of patching each edge with its value in the clean pass.
 
@@ -148,10 +150,9 @@ def path_patching_effects(
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
-    size = read_as(Count, "batch_size", batch_size)
     effects = torch.full((len(first), len(last)), torch.nan)
     listed = [(changes[row], [last[column]]) for row, column in edges]
-    for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, size), strict=True):
+    for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, batch_size), strict=True):
         effects[row, column] = metric_value(metric, logits) - before
     return _table(effects, first, last, metric_value(metric, clean_logits), before)
 
@@ -259,6 +260,7 @@ def _table(
     return xr.Dataset({"effect": (axes, effects.detach().cpu().numpy())}, coords, about)
 
 
+@checked
 @torch.no_grad()
 def read_attribution(
     run: "Generation",
@@ -293,7 +295,6 @@ def read_attribution(
         SettingError: an index or position that does not exist, or a model with norms after its sublayers
             (DiffusionGemma).
     """
-    require_run(run, "run")
     model = run.model
     refuse_indirect(model, "readers")
     layer, step = within("layer", [layer], model.cfg.n_layers)[0], within("step", [step], run.steps_run)[0]

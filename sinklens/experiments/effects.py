@@ -31,11 +31,12 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks, hook_list
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import checked
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Effect:
         return f"Effect({int(same.sum())} of {same.size} answers stay the same, mean KL {over})"
 
 
+@checked
 def effect(
     model: Any,
     prompts: Any,
@@ -124,6 +126,7 @@ def effect(
     return Effect(base, free, replayed, free_running, under_replay, same)
 
 
+@checked
 def compare(
     base: Generation,
     changed: Generation,
@@ -164,8 +167,6 @@ def compare(
         SettingError: not runs, runs of different prompts or lengths, logits of only one run or of different steps, or
             `attended` without logits.
     """
-    require_run(base, "base")
-    require_run(changed, "changed")
     if not edited:
         _check_same_prompts(base, changed)
     missing = [base_logits, changed_logits].count(None)
@@ -314,6 +315,7 @@ def kept_places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     return place
 
 
+@checked
 def sinks_compared(base: Generation, changed: Generation, detector: Detector | None = None) -> xr.Dataset:
     """Sinks of `base` that `changed` lacks, and the reverse, in the steps that both ran.
 
@@ -332,8 +334,6 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
     Raises:
         SettingError: a run did not record its sinks, or the runs have different positions.
     """
-    require_run(base, "base")
-    require_run(changed, "changed")
     if base.sinks is None or changed.sinks is None:
         raise SettingError("sinks_compared needs the sinks of both runs; run them with record_sinks=True.")
     require(

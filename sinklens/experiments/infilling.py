@@ -9,7 +9,7 @@ may have its borders elsewhere; pass token ids to decide them.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,13 @@ from sinklens.interventions.canvas import ForceTokens, Suffix
 from sinklens.model import Model
 from sinklens.model.prompts import Encoded
 from sinklens.runs.intervention import Intervention
+from sinklens.utils.arguments import Unread, checked
 
 Part = str | int | Sequence[int]
 
 
-def holes(model: "Model", parts: Sequence[Part] | Sequence[Sequence[Part]]) -> dict[str, Any]:
+@checked
+def holes(model: "Model", parts: Annotated[Sequence[Part] | Sequence[Sequence[Part]], Unread]) -> dict[str, Any]:
     """The arguments of a run that fills the holes of a text, or of several texts.
 
         sinklens.generate(model, **holes(model, ["Tom has", 2, " apples and", 3, " pens."]))

@@ -20,9 +20,9 @@ from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.interventions.paths import PathPatch, refuse_indirect, senders_of
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import Detector
-from sinklens.utils.arguments import read_as
+from sinklens.utils.arguments import checked
 
 
 class Jump(NamedTuple):
@@ -45,6 +45,7 @@ class Jump(NamedTuple):
     row: int = 0
 
 
+@checked
 def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int = 0) -> list[Jump]:
     """The jumps of a row from sink to sink, largest first, in all layers but the first, which reads only embeddings.
 
@@ -57,7 +58,6 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
     Raises:
         SettingError: a run of an autoregressive model or without recorded sinks, or a row that does not exist.
     """
-    require_run(run, "run")
     if run.sinks is None or run.causal:
         raise SettingError(
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
@@ -80,12 +80,13 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
     return sorted(found, reverse=True)
 
 
+@checked
 @torch.no_grad()
 def jump_undone(
     run: "Generation",
     jump: Jump,
     sender: str | Sequence[str] | None = None,
-    letter: str = "q",
+    letter: Literal["q", "k"] = "q",
     *,
     positions: Sequence[int] | None = None,
 ) -> float:
@@ -103,8 +104,6 @@ def jump_undone(
         SettingError: another letter, a sender that the head does not read, an autoregressive run, one
             whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
-    read_as(Literal["q", "k"], "letter", letter)
-    require_run(run, "run")
     model = run.model
     require(
         not model.causal,

@@ -45,7 +45,7 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, within
-from sinklens.runs.result import require_run
+from sinklens.utils.arguments import checked
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def masked_share(run: "Generation") -> Float[np.ndarray, "batch step"]:
     return undecided[:, :-1] / np.maximum(undecided[:, :1], 1)
 
 
+@checked
 def logit_lens(
     model: "Model",
     run: "Generation",
@@ -167,7 +168,6 @@ def logit_lens(
         SettingError: a step, layer, position or row that does not exist, `top_k` below 1 or above the vocabulary size,
             or a run of another kind of model.
     """
-    require_run(run, "run")
     _check_top_k(model, top_k)
     require(
         (model.cfg.d_vocab, model.family_record) == (run.model.cfg.d_vocab, run.model.family_record),

@@ -34,9 +34,10 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import Seed, as_tuple, read_as
+from sinklens.utils.arguments import Seed, as_tuple, checked, read_as
 
 
+@checked
 def train_tuned_lens(
     model: "Model",
     prompts: str | Sequence[Any],

@@ -20,7 +20,7 @@ the runs are not applied, and the weight of a position is one number for all lay
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,11 +43,12 @@ from sinklens.runs import generate
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of, whole_numbers
 from sinklens.runs.request import Hooks, hook_list
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import MeanPlusStd
-from sinklens.utils.arguments import Seed, as_tuple, read_as
+from sinklens.utils.arguments import Seed, Words, as_tuple, checked, read_as
 
 
+@checked
 def donors(
     model: Model,
     prompts: Prompt,
@@ -85,6 +86,7 @@ def donors(
     return kept.donors()
 
 
+@checked
 def difference_of_means(
     model: Model,
     positive: Prompt,
@@ -218,11 +220,12 @@ def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
     return found
 
 
+@checked
 def input_norms(
     runs: Generation | Sequence[Generation],
     *,
     steps: Sequence[int] | None = None,
-    without: MeanPlusStd | None = None,
+    without: Annotated[MeanPlusStd, Words("MeanPlusStd(...), whose strength is a share,")] | None = None,
     shuffled: Seed | None = None,
 ) -> InputNorms:
     """Collect the norms of the inputs of every weight matrix over the canvases of some steps.
@@ -274,16 +277,11 @@ def input_norms(
 
 def _check(runs: Sequence[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
     require(
-        isinstance(without, MeanPlusStd | None),
-        f"without must be MeanPlusStd(...), whose strength is a share, or None; got {without!r:.80}.",
-    )
-    require(
         without is not None or shuffled is None,
         "shuffled= moves the sinks of without=; pass without=MeanPlusStd(), or leave it out.",
     )
     require(runs, "input_norms needs at least one run.")
     for run in runs:
-        require_run(run, "runs")
         require(
             run.model is runs[0].model,
             f"all runs must be of one loaded model; these are of {runs[0].model.name} and {run.model.name}. Load "

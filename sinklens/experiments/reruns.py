@@ -9,7 +9,7 @@ Pitfall: the answer of a corrupted run is that of the earlier run, by constructi
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Int
@@ -18,10 +18,14 @@ from torch import Tensor
 from sinklens.errors import PromptError, require
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
+from sinklens.utils.arguments import Unread, checked
 
 
-def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = (), **options: Any) -> Generation:
+@checked
+def corrupted(
+    base: Generation, changes: Annotated[Mapping[str, str], Unread], *, hooks: Hooks = (), **options: Any
+) -> Generation:
     """Run the prompts of `base`, with some of their text replaced, on the canvases of `base`.
 
         kept = Activations(names=["blocks.0.attn.hook_z"])
@@ -43,7 +47,6 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
             new text.
         SettingError: `base` is not a run.
     """
-    require_run(base, "base")
     ids = replaced_prompts(base.canvas[:, 0, : base.prompt_length], base, changes)
     prompts = [row[keep].tolist() for row, keep in zip(ids, base.real[:, : base.prompt_length], strict=True)]
     chosen = base.settings  # the run fills in the other fields

@@ -27,8 +27,7 @@ from jaxtyping import Int
 
 from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import logit_lens
-from sinklens.runs.result import require_run
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -37,6 +36,7 @@ IsRight = Callable[[int, str], bool]
 """Whether a text is a right answer to the prompt of a row, ``right(row, text)``."""
 
 
+@checked
 def step_predictions(run: "Generation") -> xr.Dataset:
     """The prediction at every position of every step, one pass of the unchanged model per row and step.
 
@@ -50,7 +50,6 @@ def step_predictions(run: "Generation") -> xr.Dataset:
         SettingError: an autoregressive run, which predicts one token per step, or a run whose steps a separate pass
             cannot repeat.
     """
-    require_run(run, "run")
     require(
         not run.causal,
         "an autoregressive run predicts only the next token at each step, so it has no predictions of the rest of "
@@ -71,6 +70,7 @@ def step_predictions(run: "Generation") -> xr.Dataset:
     return found.assign(answer=("pos", np.arange(length) >= run.prompt_length)).drop_attrs()
 
 
+@checked
 def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
     """The first step from which on the prediction is the final token, until the position is decided.
 
@@ -86,6 +86,7 @@ def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
     return xr.where(inside, xr.where(never, steps, last + 1), -1).transpose("batch", "pos")
 
 
+@checked
 def guesses(run: "Generation", predictions: xr.Dataset) -> list[list[str]]:
     """The answer's text by row and step, undecided positions filled by their predictions, up to the end token.
 
@@ -106,6 +107,7 @@ def guesses(run: "Generation", predictions: xr.Dataset) -> list[list[str]]:
     return [[text(step[answer].tolist()) for step in row] for row in ids]
 
 
+@checked
 def answer_emergence(run: "Generation", predictions: xr.Dataset, right: IsRight) -> xr.Dataset:
     """When a right answer can be read from the predictions.
 
@@ -126,6 +128,7 @@ def answer_emergence(run: "Generation", predictions: xr.Dataset, right: IsRight)
     return xr.Dataset(data | shares, {"step": predictions["step"]})
 
 
+@checked
 def early_exit(
     run: "Generation",
     predictions: xr.Dataset,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.runs.intervention import within
-from sinklens.runs.result import require_run
+from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -55,6 +55,7 @@ class StepIds(NamedTuple):
         return columns.index(column)
 
 
+@checked
 def of_step(run: "Generation", step: int) -> StepIds:
     """The canvas at the start of a step, for a separate pass; for an autoregressive run the text so far.
 
@@ -63,7 +64,6 @@ def of_step(run: "Generation", step: int) -> StepIds:
     Raises:
         SettingError: the step did not run, or its pass saw a window of the text.
     """
-    require_run(run, "run")
     require(
         not run.settings.slides,
         f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of it. "

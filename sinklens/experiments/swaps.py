@@ -26,10 +26,10 @@ from sinklens.errors import nearest, require
 from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import over_others
 from sinklens.sinks.kinds import Kind, kinds_of_tokens
-from sinklens.utils.arguments import Count, read_as
+from sinklens.utils.arguments import Count, checked
 
 CHUNK = 32  # canvases per pass
 SWAPPED = {kind.name.lower(): kind for kind in (Kind.NEWLINE, Kind.SPACE, Kind.PUNCTUATION, Kind.DIGIT, Kind.MASK,
@@ -37,6 +37,7 @@ SWAPPED = {kind.name.lower(): kind for kind in (Kind.NEWLINE, Kind.SPACE, Kind.P
 """Kinds of token that can be swapped, by name."""
 
 
+@checked
 def swap(
     run: "Generation",
     replace: str,
@@ -44,7 +45,7 @@ def swap(
     *,
     rows: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
-    count: int = 4,
+    count: Count = 4,
     among: Sequence[int] | None = None,
     epsilon: float = 3.0,
     seed: int = 0,
@@ -72,12 +73,10 @@ def swap(
         SettingError: an unknown kind; no token of the kind `by`; a row or step that did not run; a model without a
             tokenizer; or a run that separate passes do not reproduce (`exact_step`).
     """
-    require_run(run, "run")
     for kind in (replace, by):
         require(
             kind in SWAPPED, f"no kind {kind!r} can be swapped; known: {', '.join(SWAPPED)}.{nearest(kind, SWAPPED)}"
         )
-    read_as(Count, "count", count)
     known, fresh = kinds_of_vocabulary(run.model), _candidates(run, SWAPPED[by], among)
     last = run.steps_run - 1
     steps = sorted({0, last // 3, 2 * last // 3, last}) if steps is None else steps

@@ -11,7 +11,7 @@ slowest row of its batch, so its step numbers depend on the rest of the batch.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import xarray as xr
@@ -30,15 +30,19 @@ from sinklens.runs.request import Hooks, RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import CachePolicy, as_policy
-from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.arguments import Count, Seed, Words, checked, read_as
 
 Group = dict[str, list[Any]]
 
 
+@checked
 def sweep(
     model: Any,
     prompts: Prompt,
-    interventions: "Mapping[Any, Hooks]",
+    interventions: Annotated[
+        Mapping[Any, Hooks],
+        Words("a dict of names and interventions, such as {'name': AblateHeads(heads=[0])}"),
+    ],
     *,
     metric: Metric | None = None,
     replay: bool = False,
@@ -80,11 +84,6 @@ def sweep(
             have; replay with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
     """
     model = load(model)
-    require(
-        isinstance(interventions, Mapping),
-        f"interventions must be a dict of names and interventions, {{'name': AblateHeads(heads=[0])}}; got "
-        f"{type(interventions).__name__}.",
-    )
     listed = {name: hook_list(hooks) for name, hooks in interventions.items()}
     prompts = _rows(model, prompts)
     require(listed and len(prompts), "a sweep needs at least one intervention and one prompt.")

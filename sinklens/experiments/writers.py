@@ -32,9 +32,11 @@ from sinklens.hooks.rotary import rotations
 from sinklens.interventions.paths import centered, refuse_indirect
 from sinklens.model import Model
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
+from sinklens.utils.arguments import checked
 
 
+@checked
 @torch.no_grad()
 def write_attribution(
     run: "Generation",
@@ -81,7 +83,6 @@ def write_attribution(
         SettingError: an index that does not exist, a position that is padding or not decoded yet, a query that does not
             see the key and another one, or a model with norms after its sublayers (DiffusionGemma).
     """
-    require_run(run, "run")
     model = run.model
     layer, head = within("layer", [layer], model.cfg.n_layers)[0], within("head", [head], model.cfg.n_heads)[0]
     row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]

@@ -25,6 +25,7 @@ from sinklens.families.translation import value_at
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.attention.blocks import Blocks, check_length
 from sinklens.sampling.sampler import Sampler
+from sinklens.utils.arguments import checked
 
 GROUP = "sinklens.families"
 DIFFUSION_KEYS = ("mask_token_id", "canvas_length", "dlm_paradigm", "dlm_type", "num_diffusion_steps")
@@ -162,6 +163,7 @@ def find_sampler(name: str) -> type[Sampler]:
     return SAMPLERS[name]
 
 
+@checked
 def family_named(name: str) -> Family:
     """The family called `name`; a hyphen and an underscore are the same.
 

@@ -28,7 +28,7 @@ from sinklens.interventions import MaskedLogits
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 
 MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
 
@@ -48,6 +48,7 @@ class Mean:
         return self.value.to(features).expand(len(features), -1)
 
 
+@checked
 def assess(
     model: "Model",
     sae: SAE,

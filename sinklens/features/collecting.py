@@ -29,13 +29,14 @@ from sinklens.runs import generate
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.result import Generation
 from sinklens.sinks.store import StoredType
-from sinklens.utils.arguments import Count, Seed, as_tuple, read_as
+from sinklens.utils.arguments import Count, Seed, as_tuple, checked, read_as
 from sinklens.utils.progress import OnProgress
 
 Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 """What was kept at a point, by step: the rows, columns and activations of the places."""
 
 
+@checked
 def collect(
     model: Model,
     prompts: str | Sequence[Any],

@@ -29,10 +29,11 @@ from sinklens.experiments.circuit_pictures import document, node, save_graph
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
-from sinklens.utils.arguments import Count, as_tuple, read_as
+from sinklens.runs.result import Generation
+from sinklens.utils.arguments import Count, as_tuple, checked, read_as
 
 
+@checked
 def save_feature_graph(
     run: "Generation",
     step: int,
@@ -64,7 +65,6 @@ def save_feature_graph(
         SettingError: a step or row that does not exist; SAEs of other points, or two of one layer; or a metric that
             does not return one number or has no gradient.
     """
-    require_run(run, "run")
     saes, model = as_tuple(saes), run.model
     ids, real, time = exact_step(run, step).row(within("row", [row], len(run.real))[0])
     placed = sorted((_layer(sae), number) for number, sae in enumerate(saes))

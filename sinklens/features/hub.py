@@ -6,18 +6,19 @@ safetensors, a probe is safetensors, and a track a NetCDF file.
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from sinklens.errors import CheckpointError, SettingError, require
+from sinklens.errors import CheckpointError, require
 from sinklens.features import probes
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.probes import Probe
 from sinklens.features.saelens import save_sae
 from sinklens.sinks import SinkTrack, files
+from sinklens.utils.arguments import checked
 from sinklens.utils.hub import on_hub, parts_of, reason_of
 
 
-def push_to_hub(what: Any, name: str, *, private: bool = True) -> str:
+@checked
+def push_to_hub(what: SparseAutoencoder | Probe | SinkTrack, name: str, *, private: bool = True) -> str:
     """Upload an SAE, a probe or a track in one commit; the repository is created if it is missing.
 
     Args:
@@ -35,8 +36,6 @@ def push_to_hub(what: Any, name: str, *, private: bool = True) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    known = (SparseAutoencoder, Probe, SinkTrack)
-    require(isinstance(what, known), f"pass an SAE, a probe or a sink track; got {type(what).__name__}.", SettingError)
     require(on_hub(name), f"{name!r} is not a name on the hub; pass 'owner/repository/folder'.", CheckpointError)
     repository, inner = parts_of(name)
     with TemporaryDirectory() as folder:

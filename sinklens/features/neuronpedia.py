@@ -24,7 +24,7 @@ from sinklens.features.places import Scope
 from sinklens.features.reading import FeatureSummary, summarize_features
 from sinklens.model import Model
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 from sinklens.utils.atomic import write_file
 
 BINS, LOGITS = 50, 10
@@ -35,6 +35,7 @@ TABLES = [
 ]  # fmt: skip
 
 
+@checked
 @torch.no_grad()
 def save_neuronpedia(
     runs: "Generation | Sequence[Generation]",

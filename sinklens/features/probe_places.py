@@ -36,10 +36,10 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.features.places import Scope, in_scope, places_of_step, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.runs.intervention import place_mask, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sinks import Detector
 from sinklens.sinks.kinds import STATES
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +160,7 @@ class ProbeData:
         return self.chosen(mask)
 
 
+@checked
 @torch.no_grad()
 def probe_data(
     run: "Generation",
@@ -185,7 +186,6 @@ def probe_data(
         SettingError: a step, point or position that does not exist, no place in scope, a detector without recorded
             sinks, or a run whose steps a separate pass does not repeat.
     """
-    require_run(run, "run")
     names, chosen = [stream_point(run.model, point) for point in as_tuple(points)], within("step", steps, run.steps_run)
     require(detector is None or run.sinks is not None, "detector= needs recorded sinks; run with record_sinks=True.")
     limit = place_mask(positions, run.real).cpu().numpy()

@@ -40,13 +40,14 @@ from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 from sinklens.errors import require
 from sinklens.features.probe_places import ProbeData
 from sinklens.features.probes import ProbeKind, fitted
-from sinklens.utils.arguments import Positive, read_as
+from sinklens.utils.arguments import Positive, checked
 from sinklens.utils.estimates import RESAMPLES, Estimate, holm, pooled, proportion
 
 NOISE_BINS = 4
 SCORES = ("score", "low", "high", "majority", "shuffled", "control", "bag", "place", "selectivity", "p")
 
 
+@checked
 def probe_table(
     data: ProbeData,
     label: str,
@@ -82,7 +83,6 @@ def probe_table(
     Raises:
         SettingError: an unknown column or setting, fewer units than folds, or a label that the kind cannot fit.
     """
-    read_as(Positive, "penalty", penalty)
     require(folds >= 2 and repeats >= 1, f"folds must be 2 or more and repeats 1 or more; got {folds} and {repeats}.")
     rows = []
     for name, part in _parts(data, by):

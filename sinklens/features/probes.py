@@ -32,7 +32,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.streams import Steer, SteerMode
-from sinklens.utils.arguments import Number, Positive, read_as
+from sinklens.utils.arguments import Number, Positive, checked, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.hub import local
 
@@ -204,6 +204,7 @@ class Probe:
         return int(parts[1]), parts[2]
 
 
+@checked
 def fit_probe(
     data: ProbeData, point: str, label: str, kind: ProbeKind = "logistic", *, penalty: Positive = 1.0
 ) -> Probe:
@@ -227,7 +228,6 @@ def fitted(
 ) -> Probe:
     """A probe of vectors and their labels; see `fit_probe`."""
     require(kind in get_args(ProbeKind), f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
-    penalty = read_as(Positive, "penalty", penalty)
     x = np.asarray(x, dtype=np.float64)
     if kind == "ridge":
         from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]

@@ -23,13 +23,14 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import Scope, in_scope, states_of_run, stream_point
 from sinklens.runs.intervention import whole_numbers, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.sinks.kinds import STATES
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 
 PLACE = ["run", "row", "step", "column"]
 
 
+@checked
 @torch.no_grad()
 def read_features(
     run: "Generation", sae: SAE, point: str, *, scope: Scope = "all", steps: Sequence[int] | None = None
@@ -50,7 +51,6 @@ def read_features(
     Raises:
         SettingError: a step that did not run, an unknown state, or a point without a vector at each position.
     """
-    require_run(run, "run")
     outside = torch.from_numpy(~in_scope(run, scope))
     name, chosen = stream_point(run.model, point), within("step", steps, run.steps_run)
     read = []
@@ -110,6 +110,7 @@ class FeatureSummary:
     mean_value: float
 
 
+@checked
 def summarize_features(
     runs: "Generation | Sequence[Generation]",
     sae: SAE,

@@ -24,6 +24,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, SettingError, nearest, require
 from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
 from sinklens.features.dictionaries import DICTIONARY, DICTIONARY_CONFIG, read_dictionary
+from sinklens.utils.arguments import checked
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import read_json
 from sinklens.utils.hub import local
@@ -64,6 +65,7 @@ def shipped_saes() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if (entry / CONFIG).is_file()) if folder.is_dir() else []
 
 
+@checked
 def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: str | None = None) -> SparseAutoencoder:
     """Read an SAE, in float32.
 
@@ -119,6 +121,7 @@ def load_sae(path: str | Path, device: str | torch.device = "cpu", *, revision: 
     return sae.to(device)
 
 
+@checked
 def save_sae(sae: SparseAutoencoder, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Write `sae` in SAELens's format (of version 6), which `load_sae` and SAELens read.
 

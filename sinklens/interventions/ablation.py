@@ -24,7 +24,7 @@ from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
-from sinklens.utils.arguments import Seed
+from sinklens.utils.arguments import Seed, checked
 
 Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
@@ -155,6 +155,7 @@ def AblateMLPs(**places: Any) -> Ablate:
     return Ablate(point=PARTS["mlp"], **places)
 
 
+@checked
 def SkipLayers(part: Literal["layer", "attn", "mlp"] = "layer", **places: Any) -> Ablate:
     """Skip layers, or only their attention or MLP: at the chosen places these add nothing to the residual stream.
 
@@ -168,5 +169,4 @@ def SkipLayers(part: Literal["layer", "attn", "mlp"] = "layer", **places: Any) -
     Raises:
         SettingError: an unknown part.
     """
-    require(part in PARTS, f"part must be one of {', '.join(PARTS)}; got {part!r}.")
     return Ablate(point=PARTS[part], by="skip" if part == "layer" else "zero", **places)

@@ -6,7 +6,7 @@ the answer then reports them (`Answer.masks`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,13 +17,14 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
+from sinklens.utils.arguments import Words
 from sinklens.utils.integers import as_integer
 
 ACCEPTED = "denoise.hook_accepted"
 CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ForceTokens(Intervention):
     """Put tokens on the canvas when the chosen steps begin.
 
@@ -38,7 +39,9 @@ class ForceTokens(Intervention):
     on_canvas: ClassVar[bool] = True
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
-    tokens: Mapping[int, int | Sequence[int | None]]
+    tokens: Annotated[
+        Mapping[int, int | Sequence[int | None]], Words("a dict of positions and token ids, such as {20: 500}")
+    ]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         in_step = self.step_test(run)
@@ -133,7 +136,7 @@ class Renoise(AtPositions):
         return places.around([(CANVAS, canvas.hook), (ACCEPTED, renoise)])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Suffix(Intervention):
     """Fixed text after the answer: the run fills the gap between the prompt and it (infilling).
 

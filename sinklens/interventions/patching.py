@@ -17,7 +17,7 @@ Limitation: prompts of different lengths have different positions. Patching betw
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -32,6 +32,7 @@ from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at
 from sinklens.model import Model
 from sinklens.runs.caches import chosen_points, require_columns
 from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers, within
+from sinklens.utils.arguments import Unread
 from sinklens.utils.integers import as_integer
 
 
@@ -65,7 +66,7 @@ class PatchHooks(AtPositions):
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
-    source: Mapping[int, Any]
+    source: Annotated[Mapping[int, Any], Unread]
     names: Sequence[str] | Any | None = None
     source_positions: Sequence[int] | None = None
 

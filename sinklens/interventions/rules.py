@@ -44,8 +44,8 @@ from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
 from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
 from sinklens.sinks.strongest import check_only
-from sinklens.sinks.track import SinkTrack, require_detector
-from sinklens.utils.arguments import Seed, Share, as_tuple, check_arguments
+from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import Seed, Share, Words, as_tuple, check_arguments
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
 
@@ -428,7 +428,7 @@ class Where(Rule):
     persistent: bool = False
     same_step: bool = False
     source: "SinkTrack | Generation | Literal['itself']" = ITSELF
-    of: tuple[int, int] | None = None
+    of: Annotated[tuple[int, int], Words("a layer and a head, (layer, head)")] | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -437,18 +437,12 @@ class Where(Rule):
             f"pass either top_k, a number of keys per head, or detector; got top_k={self.top_k} and "
             f"detector={self.detector!r}. positions= and only= alone restrict which keys count.",
         )
-        if self.detector is not None:
-            require_detector(self.detector)
         require(
             not self.persistent or self.pick in DRAWN,
             f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
             f"none. Leave it out.",
         )
         check_only(as_tuple(self.only))
-        require(
-            self.of is None or len(as_tuple(self.of)) == 2,
-            f"of must be a layer and a head, (layer, head); got {self.of}.",
-        )
         _ = self.track
 
     @property

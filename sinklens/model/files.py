@@ -65,7 +65,9 @@ def _shipped() -> dict[str, Path]:
     return {folder.name: folder for folder in folders if (folder / "config.json").is_file()}
 
 
-def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+def find_checkpoint(
+    name_or_path: str | Path, revision: str | None = None, weights: bool = True, otherwise: str = "pass revision='main'"
+) -> Path:
     """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
 
     Args:
@@ -73,6 +75,7 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
             returned; a name on the hub, whose files are downloaded and cached.
         revision: branch, tag or commit on the hub; None means the main branch.
         weights: whether they are downloaded too.
+        otherwise: what a caller does whose name on the hub begins like a folder here.
 
     Raises:
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder or is missing
@@ -81,7 +84,7 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
     path = _shipped().get(str(name_or_path), Path(name_or_path))
     if str(name_or_path) in (fetching.BASE, *fetching.ARMS) and not path.is_dir():
         path = fetching.fetched(str(name_or_path))
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (str(name_or_path) and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         refuse_revision(path, revision)
         return _of_gguf(path)
     require(
@@ -101,7 +104,7 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weigh
         f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}",
         CheckpointError,
     )
-    refuse_missing(name_or_path, revision)
+    refuse_missing(name_or_path, revision, otherwise)
     wanted = [pattern for pattern in _DOWNLOADED if weights or pattern != "*.safetensors"]
     return download(str(name_or_path), revision, wanted)
 

@@ -237,7 +237,7 @@ def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
     """The folder of the adapter to merge: the one that the caller names, or the checkpoint's."""
     if named is None:
         return folder if has_adapter(folder) else None
-    place = files.find_checkpoint(named)
+    place = files.find_checkpoint(named, otherwise="download it with `hf download`, and pass the folder that it prints")
     require(
         not has_adapter(folder) or place.resolve() == folder.resolve(),
         f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away.",

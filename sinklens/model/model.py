@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,6 +67,8 @@ class Model(ModuleMethods, SinglePasses):
         cfg: sizes of the axes under TransformerLens's names (n_layers, n_heads, d_model, ...).
         name: the name or path it was loaded from.
     """
+
+    ARGUMENT: ClassVar[str] = "a model, as returned by sinklens.load"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type), checkpoint.family.drawn)

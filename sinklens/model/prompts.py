@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sinklens.errors import PromptError, PromptWarning, nearest, require, warn_caller
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.templates import render
+from sinklens.utils.arguments import Unread
 from sinklens.utils.integers import as_integer
 
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
@@ -44,7 +45,7 @@ class Encoded(NamedTuple):
 
 
 SinglePrompt: TypeAlias = str | Sequence[int] | Tensor | np.ndarray  # one row: a text or its token ids
-Prompt: TypeAlias = SinglePrompt | Sequence[SinglePrompt] | Mapping[str, Any] | Encoded
+Prompt: TypeAlias = Annotated[SinglePrompt | Sequence[SinglePrompt] | Mapping[str, Any] | Encoded, Unread]
 ALLOWED = (
     "a prompt is a text, a list of texts, token ids ([pos], [batch, pos] or lists of any lengths), or a tokenizer's "
     "output, a dict with input_ids"

@@ -17,7 +17,7 @@ from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, Reader, RunContext, within
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Activations(Reader):
     """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
 

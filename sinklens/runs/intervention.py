@@ -167,11 +167,14 @@ class HookSource(ABC):
         return within("step", self.steps, steps)
 
     def __post_init__(self) -> None:
-        """Check the restrictions.
+        """Check the restrictions, and every attribute by its declared type.
 
         Raises:
-            SettingError: one is refused, or empty and would silently change nothing.
+            SettingError: a restriction is refused, or empty and would silently change nothing; or an attribute has
+                another type or is out of range.
         """
+        if "__dataclass_fields__" in vars(type(self)):  # a class with its own __init__ may keep its arguments elsewhere
+            check_arguments(self)
         for name in self.refused:
             require(getattr(self, name) is None, f"{type(self).__name__} does not support {name}=; leave it out.")
         for name in ("steps", "layers", "heads", "positions", *self.indexed):
@@ -221,16 +224,6 @@ class Intervention(HookSource):
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     positions: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the restrictions, and every attribute by its declared type.
-
-        Raises:
-            SettingError: a restriction is refused or empty, or an attribute has another type or is out of range.
-        """
-        super().__post_init__()
-        if "__dataclass_fields__" in vars(type(self)):  # a class with its own __init__ may keep its arguments elsewhere
-            check_arguments(self)
 
 
 @dataclass(kw_only=True, eq=False)

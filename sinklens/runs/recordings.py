@@ -39,10 +39,10 @@ from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
 from sinklens.model import Model, load
 from sinklens.runs.request import Hooks, RunRequest
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import Generation
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
-from sinklens.utils.arguments import Seed, as_tuple, read_as
+from sinklens.utils.arguments import Seed, Words, as_tuple, checked, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_text
 from sinklens.utils.integers import as_integer
@@ -153,13 +153,13 @@ def _undecided(data: Mapping[str, Any], canvas: Int[Tensor, "step pos"]) -> Bool
     return found
 
 
+@checked
 def recorded_canvases(run: Generation, source: str = "sinklens") -> list[RecordedCanvases]:
     """The rows of a run, without padding; a row ends with the last step that worked on it.
 
     Raises:
         SettingError: not a run, or one of its rows was never worked on.
     """
-    require_run(run, "run")
     chosen = run.settings
     settings = {name: getattr(chosen, name) for name in chosen.settings() if getattr(chosen, name) is not None}
     settings = {name: value for name, value in settings.items() if isinstance(value, str | int | float | bool)}
@@ -176,6 +176,7 @@ def recorded_canvases(run: Generation, source: str = "sinklens") -> list[Recorde
     return found
 
 
+@checked
 def write_canvases(
     runs: Generation | RecordedCanvases | Iterable[Generation | RecordedCanvases], path: str | Path
 ) -> None:
@@ -184,6 +185,7 @@ def write_canvases(
     write_file(path, "".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
 
 
+@checked
 def read_canvases(path: str | Path) -> list[RecordedCanvases]:
     """Read the runs of a file in the format of this module.
 
@@ -202,6 +204,7 @@ def read_canvases(path: str | Path) -> list[RecordedCanvases]:
     return found
 
 
+@checked
 def from_history(
     history: Iterable[Int[Tensor, "*batch _"]],
     prompts: Iterable[int | Sequence[int]],
@@ -271,9 +274,16 @@ def from_history(
     return found
 
 
+@checked
 def replay(
     model: Any,
-    recorded: RecordedCanvases,
+    recorded: Annotated[
+        RecordedCanvases,
+        Words(
+            "one recorded run, such as read_canvases(path)[0] (sinklens.generate(model, prompts, replay=run) replays "
+            "a run of sinklens itself)"
+        ),
+    ],
     *,
     hooks: Hooks = (),
     record_sinks: Any = True,
@@ -293,11 +303,6 @@ def replay(
         SettingError: not a recorded run, or the sampler cannot run over these canvases; the message says why.
         PromptError: token ids that the model does not have.
     """
-    require(
-        isinstance(recorded, RecordedCanvases),
-        f"recorded must be one recorded run, such as read_canvases(path)[0]; got {type(recorded).__name__}. A run of "
-        f"sinklens itself is replayed by sinklens.generate(model, prompts, replay=run).",
-    )
     model = load(model)
     given = _settings(model, recorded, settings)
     shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}

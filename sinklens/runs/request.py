@@ -16,14 +16,14 @@ from sinklens.runs.intervention import HookFunction, HookSource
 from sinklens.runs.result import Replayable
 from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks.record import Record
-from sinklens.utils.arguments import Seed, Words, check_arguments
+from sinklens.utils.arguments import Seed, Unread, Words, check_arguments
 
 HOOKS = (
     "hooks= must be a list of (name or predicate, function) pairs and interventions, "
     "[(name, fn), MaskSinks(top_k=1), …]"
 )
 Recorded = Annotated[bool | Record, Words("True, False or a Record such as Record(['values'])")]
-Hooks = HookSource | Sequence[tuple[HookName, HookFunction] | HookSource]
+Hooks = Annotated[HookSource | Sequence[tuple[HookName, HookFunction] | HookSource], Unread]
 
 
 @dataclass(frozen=True)

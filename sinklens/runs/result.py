@@ -3,8 +3,8 @@
 `Generation.answers` records whether each answer ended, whether it is empty, and how many positions are still masked.
 """
 
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -72,19 +72,6 @@ def with_prompts(
     return torch.cat([replaced, canvas[:, :, length:]], dim=2)
 
 
-def require_run(run: object, name: str) -> None:
-    """Check that the argument `name` is a run: a `Generation`, or a trace after its block.
-
-    Raises:
-        SettingError: it is something else.
-    """
-    if isinstance(run, Generation) or all(hasattr(run, part.name) for part in fields(Generation)):
-        return
-    raise SettingError(
-        f"{name} must be a run, as returned by sinklens.generate, or a trace after its block; got {type(run).__name__}."
-    )
-
-
 def undecided_of(replay: Replayable | Tensor, canvas: Tensor) -> Bool[Tensor, "batch step pos"] | None:
     """The undecided positions of the canvases to replay; None if only canvases were given."""
     found = None if isinstance(replay, Tensor) else getattr(replay, "undecided", None)
@@ -145,6 +132,8 @@ class Generation(Trajectory):
             attention.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
+
+    ARGUMENT: ClassVar[str] = "a run, as returned by sinklens.generate, or a trace after its block"
 
     real: Bool[Tensor, "batch pos"]
     prompt_length: int

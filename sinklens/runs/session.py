@@ -14,7 +14,7 @@ are still waiting and raises `HookOrderError` on the requesting line.
 from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -179,6 +179,8 @@ def _refuse_nesting(model: Model) -> None:
 
 class Trace(BlockTracer):
     """An open run; see `trace`. It is an nnsight tracer, so ``t.stop()``, ``t.cache()`` and ``.save()`` work."""
+
+    STANDS_FOR: ClassVar[type] = Generation
 
     def __init__(self, denoising: Denoising) -> None:
         seen = denoising.rows  # under guidance the conditional rows of a pass

@@ -20,7 +20,7 @@ not state the unit of its ε. "sum" is the default here.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class TrackData:
             Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
             prompt_length, dtype, device, versions, vocabulary, special.
     """
+
+    ARGUMENT: ClassVar[str] = "a sink track, such as run.sinks"
 
     def __init__(self, data: xr.Dataset) -> None:
         missing = [name for name in REQUIRED if name not in data]

@@ -23,19 +23,21 @@ finds nothing there; see docs/concepts/your-own.md.
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import xarray as xr
 from annotated_types import Gt
 
-from sinklens.errors import TrackError, require
+from sinklens.errors import require
 from sinklens.sinks.data import AXES, TrackData, Unit
-from sinklens.utils.arguments import Number, Positive, Share, check_arguments
+from sinklens.utils.arguments import Number, Positive, Share, Words, check_arguments
 
 
 class Detector(ABC):
     """One definition of a sink."""
+
+    ARGUMENT: ClassVar[str] = "a detector such as TopK(1)"
 
     @abstractmethod
     def detect(self, track: TrackData) -> xr.DataArray:
@@ -44,17 +46,6 @@ class Detector(ABC):
     def strength(self, track: TrackData) -> xr.DataArray:
         """How strong a sink each position is, [batch, step, layer, head, pos]; by default its score."""
         return track.scores()
-
-
-def require_detector(detector: object) -> None:
-    """Check that `detector` is an instance, not for example a detector class or its name.
-
-    Raises:
-        TrackError: `detector` is not a `Detector`.
-    """
-    if not isinstance(detector, Detector):
-        example = f"{detector.__name__}()" if isinstance(detector, type) else "EpsilonOverMean(epsilon=3)"
-        raise TrackError(f"a detector must be an instance such as {example}; got {detector!r}.")
 
 
 def everywhere(values: xr.DataArray, track: TrackData) -> xr.DataArray:
@@ -120,7 +111,7 @@ class TopK(_Checked):
     k: int = 1
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        score, strongest = track["score"], track.top(self.k).to_numpy()
+        score, strongest = track.data["score"], track.top(self.k).to_numpy()
         found = np.zeros((*score.shape[:-1], score.sizes["pos"] + 1), dtype=bool)
         np.put_along_axis(found, strongest, True, axis=-1)  # −1, where there is no key, is the extra place
         return score.copy(data=found[..., :-1])
@@ -142,16 +133,11 @@ class MeanPlusStd(_Checked):
     """
 
     k: Number = 2.0
-    over: tuple[Literal["layer", "head"], ...] = ("layer", "head")
+    over: Annotated[
+        tuple[Literal["layer", "head"], ...], Words("a tuple that holds 'layer', 'head', both or neither")
+    ] = ("layer", "head")
     unit: Unit = "sum"
     slope: Number = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not isinstance(self.over, str) and set(self.over) <= {"layer", "head"},
-            f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.",
-        )
 
     def _margin(self, track: TrackData) -> xr.DataArray:
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)

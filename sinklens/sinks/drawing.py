@@ -13,6 +13,7 @@ from jaxtyping import Int
 from sinklens.errors import TrackError, require
 from sinklens.sinks.data import TrackData, Unit
 from sinklens.sinks.labels import SEQUENTIAL, UNITS, short, token_labels, token_ticks, wrapped
+from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,7 @@ def axes_or_new(ax: "Axes | None", size: tuple[float | int, float | int] = (8, 4
     return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 
+@checked
 def sink_map(
     track: TrackData,
     layer: int | None = None,

@@ -3,10 +3,10 @@
 Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, key] each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from sinklens.errors import SettingError, nearest, require
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.steps import CANVASES, OF_RUN, refuse_existing
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.integers import as_integer
+from sinklens.utils.arguments import Words, check_arguments
 
 StepLayer = tuple[int, int]
 
@@ -45,16 +45,13 @@ class Record:
     """
 
     quantities: Sequence[str | Quantity] = ()
-    patterns: Sequence[StepLayer] = ()
+    patterns: Annotated[Sequence[StepLayer], Words("a list of (step, layer) pairs, [(3, 1), …]")] = ()
     out: str | Path | None = None
     queries: Any = None
     reduce: "Callable[[SinkTrack], None] | None" = None
 
     def __post_init__(self) -> None:
-        require(
-            not isinstance(self.quantities, str) and isinstance(self.quantities, Iterable),
-            f"quantities must be a list of names; write quantities=[{self.quantities!r}].",
-        )
+        check_arguments(self)
         for quantity in self.quantities:
             if not isinstance(quantity, Quantity) and quantity not in BY_NAME:
                 raise SettingError(
@@ -70,11 +67,6 @@ class Record:
         ):
             if duplicates := sorted({name for name in names if names.count(name) > 1}):
                 raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
-        pairs = isinstance(self.patterns, Sequence) and all(
-            isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)
-            for place in self.patterns
-        )
-        require(pairs, f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         require(
             self.queries is None or (len(shape) == 3 and kind in (np.dtype(bool), torch.bool)),

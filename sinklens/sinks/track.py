@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float
 from sinklens.errors import TrackError, require
 from sinklens.sinks import files
 from sinklens.sinks.data import TrackData, Unit
-from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.drawing import sink_map
+from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,17 +27,17 @@ __all__ = ["SinkTrack", "Unit", "build_track"]
 class SinkTrack(TrackData):
     """Sink scores of a run, and the data needed to read them; `TrackData` lists the variables of `data`."""
 
+    @checked
     def detect(self, detector: Detector | None = None) -> Bool[xr.DataArray, "batch step layer head pos"]:
         """True where `detector` finds a sink; by default `EpsilonOverMean()`, the paper's definition with ε = 3.
 
         Under a cache policy scores are sums over fewer queries, so use a detector that takes another unit.
 
         Raises:
-            TrackError: `detector` is not a detector, needs a quantity that was not recorded, or does not return
-                booleans on the five axes of the scores.
+            SettingError: `detector` is not a detector.
+            TrackError: it needs a quantity that was not recorded, or does not return booleans on the five axes of the
+                scores.
         """
-        if detector is not None:
-            require_detector(detector)
         found, score = (detector or EpsilonOverMean()).detect(self), self.data["score"]
         require(
             found.dims == score.dims and found.shape == score.shape and found.dtype == bool,
@@ -84,19 +85,16 @@ class SinkTrack(TrackData):
         return cls(files.open_dataset(files.found(path, revision)))
 
     @classmethod
+    @checked
     def concat(cls, tracks: "Sequence[SinkTrack]") -> "SinkTrack":
         """Concatenate the rows of tracks of one model and settings, e.g. of batches of prompts.
 
         Shorter prompts are padded on the left; runs that ended earlier are padded with missing (NaN) steps.
 
         Raises:
+            SettingError: `tracks` is something else.
             TrackError: no tracks, or runs that differ in model, settings or recorded quantities.
         """
-        require(
-            not isinstance(tracks, SinkTrack) and all(isinstance(track, SinkTrack) for track in tracks),
-            "concat takes a list of tracks; write SinkTrack.concat([first.sinks, second.sinks]).",
-            TrackError,
-        )
         return cls(files.concat([track.data for track in tracks]))
 
 

@@ -17,6 +17,7 @@ from sinklens.tasks.humaneval import HumanEval
 from sinklens.tasks.prompts import Prompts
 from sinklens.tasks.tiny_code import TinyCode
 from sinklens.tasks.word_problems import TinyGsm
+from sinklens.utils.arguments import checked
 
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "tiny-gsm": (TinyGsm, {}),
@@ -29,6 +30,7 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
 NAMES = tuple(TASKS)
 
 
+@checked
 def find_task(
     name: str,
     *,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from sinklens.errors import TaskError, require
 from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
 from sinklens.tasks.generated import first_distinct, training_set
+from sinklens.utils.arguments import checked
 
 HELD_OUT_SEED = 20_251_015
 HELD_OUT_SIZE = 500
@@ -157,6 +158,7 @@ def stream(seed: int) -> Iterator[Problem]:
         yield _drawn(rng, kind, _TEMPLATES[kind].low, _TEMPLATES[kind].high)
 
 
+@checked
 def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
     """The first `size` distinct problems of the held-out seed, in a fixed order.
 
@@ -212,6 +214,7 @@ def training(seed: int, size: int) -> list[Problem]:
     return training_set(stream, attrgetter("question"), held_out(), seed=seed, held_out_seed=HELD_OUT_SEED, size=size)
 
 
+@checked
 def read_answer(text: str) -> int | None:
     """The number that an answer states: after the first ``####``, else after ``The answer is``; None without one.
 

@@ -19,20 +19,30 @@
 from it. Ranges are written as for pydantic and hypothesis, with
 `annotated_types` in `Annotated`.
 
-Limitation: values are checked against None, bool, int, float, str, `Literal`, classes and unions of these. Any other
-type, such as a protocol, a sequence or one in quotes, accepts every value; the code that uses the value checks it.
+A public function reads its arguments in the same way, before it begins, with the decorator `checked`.
+
+Where a list is declared, one value stands for a list of one. Values are described in errors by `Words`, or by the
+`ARGUMENT` of a class.
+
+Limitation: values are checked against None, bool, int, float, str, `Literal`, classes, lists and unions of these, dicts
+and functions. Any other type, such as a protocol or one marked `Unread`, accepts every value, and so does a name in
+quotes that exists for type checkers alone; the code that uses the value checks it.
 """
 
+import builtins
+import functools
 import inspect
 import math
 import operator
 import re
+import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -48,7 +58,14 @@ LIMITS = {  # mark of a range -> its attribute, the comparison and the words
 REQUIRED = inspect.Parameter.empty  # the default of an argument without one
 REFUSED = object()
 UNIONS = (Union, types.UnionType)
+KNOWN: dict[Any, list[str]] = {
+    types.NoneType: ["None"], bool: ["True", "False"], str: ["a text"], Path: ["a path"], Callable: ["a function"],
+    Mapping: ["a dict"], dict: ["a dict"],
+}  # fmt: skip
+MANY = {int: "integers, such as [0, 2] or range(3)", str: "texts", float: "numbers"}
 REAL = float | int  # type checkers take an int for a float, and checks at run time do not
+LISTS: tuple[Any, ...] = (Sequence, list, tuple)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n(?= ))*)", flags=re.MULTILINE)
 ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=re.MULTILINE)
 
@@ -62,6 +79,10 @@ class Words:
     """
 
     text: str
+
+
+class Unread:
+    """In `Annotated`, marks a type whose values are checked where they are used."""
 
 
 Count = Annotated[int, Ge(1)]
@@ -125,9 +146,32 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
     for kind in kinds:
         if (value := _read(kind, given)) is not REFUSED:
             return value
-    *most, last = [words for kind in kinds for words in _described(kind)]
+    for kind in [get_args(bare)[0] for bare in map(_bare, kinds) if get_origin(bare) is Sequence]:
+        if kind is not Any and (value := _read(kind, given)) is not REFUSED:
+            return (value,)
+    *most, last = [words for kind in kinds if not hasattr(kind, "STANDS_FOR") for words in _described(kind)]
     allowed = f"{', '.join(most)} or {last}" if most else last
-    raise SettingError(f"{name} must be {allowed}; got {given!r:.80}.")
+    shown = f"{given!r:.80}"
+    raise SettingError(
+        f"{name} must be {allowed}; got {type(given).__name__ if chr(10) in shown else shown}.{_held(kinds, given)}"
+    )
+
+
+def checked(function: FunctionT) -> FunctionT:
+    """A function that reads each argument as a value of its declared type, with `read_as`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = inspect.signature(function).bind_partial(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # raises it again, with the name of the function
+        declared = arguments(function)
+        for name in [name for name in bound.arguments if name in declared]:
+            bound.arguments[name] = declared[name].read(bound.arguments[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @cache
@@ -140,7 +184,7 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
     return {
-        name: Argument(name, entry.annotation, entry.default, described.get(name, ""))
+        name: Argument(name, _resolved(entry.annotation, declared), entry.default, described.get(name, ""))
         for name, entry in inspect.signature(declared).parameters.items()
         if entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
     }
@@ -173,9 +217,41 @@ def meanings(docstring: str | None) -> dict[str, str]:
     return {name.lstrip("*"): " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
+class _Names(dict[str, Any]):
+    """The names that an annotation in quotes may use; those that exist for type checkers alone are the package's own,
+    or stand for any type."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(sys.modules["sinklens"], name, Any)
+
+
+def _resolved(annotation: Any, declared: Callable[..., Any]) -> Any:
+    """An annotation without quotes; any type without an annotation."""
+    if not isinstance(annotation, str):
+        return Any if annotation is REQUIRED else annotation
+    known = _Names({**vars(builtins), **vars(sys.modules[declared.__module__])})
+    try:
+        return eval(annotation, {}, known)
+    except (AttributeError, TypeError):  # Any has neither attributes nor arguments
+        return Any
+
+
+def _held(kinds: Sequence[Any], given: Any) -> str:
+    """Which attribute of a wrong value is a right one, e.g. ``sinks`` of a run that was given for its track."""
+    own = tuple(kind for kind in map(_bare, kinds) if hasattr(kind, "ARGUMENT"))
+    held = [name for name, value in getattr(given, "__dict__", {}).items() if isinstance(value, own)]
+    return f" Pass its .{held[0]}." if held else ""
+
+
 def _read(kind: Any, given: Any) -> Any:
     """`given` as a value of one type of a union, or `REFUSED`."""
     bare = _bare(kind)
+    if Unread in getattr(kind, "__metadata__", ()):
+        return given
+    if get_origin(bare) in LISTS:
+        return given if _is_list(given, bare) else REFUSED
+    if (origin := get_origin(bare)) in (Mapping, dict, Callable):
+        return given if isinstance(given, origin) else REFUSED
     if get_origin(bare) in UNIONS:
         return next((value for one in get_args(bare) if (value := _read(one, given)) is not REFUSED), REFUSED)
     if get_origin(bare) is Literal:
@@ -187,10 +263,27 @@ def _read(kind: Any, given: Any) -> Any:
         return given if valid and all(compare(given, limit) for compare, limit, _ in _limits(kind)) else REFUSED
     if bare is Any or not isinstance(bare, type):
         return given
+    bare = getattr(bare, "array_type", bare)  # jaxtyping's; the axes are checked where they are used
     try:
-        return given if isinstance(given, bare) else REFUSED
+        fits = isinstance(given, bare) or issubclass(getattr(type(given), "STANDS_FOR", object), bare)
+        return given if fits else REFUSED
     except TypeError:  # a type that cannot be checked, such as a protocol
         return given
+
+
+def _is_list(given: Any, bare: Any) -> bool:
+    """Whether a value is a list or an array of one axis, with entries of the declared types, as many as declared."""
+    if (
+        not isinstance(given, Iterable)
+        or isinstance(given, str | bytes | Mapping | Iterator)
+        or getattr(given, "ndim", 1) != 1
+    ):
+        return False
+    kinds, entries = get_args(bare), list(given)
+    if get_origin(bare) is not tuple or ... in kinds:
+        kinds = kinds[:1] * len(entries)
+    fits = [_read(kind, one) is not REFUSED for kind, one in zip(kinds, entries, strict=False)]
+    return all(fits) and len(kinds) == len(entries)
 
 
 def _finite(given: Any) -> bool:
@@ -217,8 +310,13 @@ def _described(kind: Any) -> list[str]:
     if bare in (int, float):
         limits = " and ".join(f"{words} {limit}" for _, limit, words in _limits(kind))
         return [f"{'an integer' if bare is int else 'a finite number'} {limits}".rstrip()]
-    known = {types.NoneType: ["None"], bool: ["True", "False"], str: ["a text"]}
-    return known.get(bare, [f"a {getattr(bare, '__name__', bare)}"])
+    if get_origin(bare) in LISTS:
+        return [f"a list of {MANY.get(one := _bare(get_args(bare)[0]), getattr(one, '__name__', 'values'))}"]
+    if hasattr(bare, "array_type"):
+        return [f"a {bare.array_type.__name__} [{', '.join(bare.dim_str.split())}]"]
+    name = getattr(bare, "__name__", str(bare))
+    own = getattr(bare, "ARGUMENT", f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+    return KNOWN.get(get_origin(bare) or bare, [own])
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from sinklens.errors import SettingError, require
+from sinklens.utils.arguments import checked
 
 Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 HALVINGS = 45  # of a range of at most 4: the limits are exact to 1e-13
@@ -69,6 +70,7 @@ class Paired(NamedTuple):
     gained: int
 
 
+@checked
 def proportion(right: int, total: int) -> Estimate:
     """Share of right answers with Wilson's 95 % score limits; NaN without samples.
 
@@ -102,6 +104,7 @@ def unpaired(base: Estimate, other: Estimate) -> Estimate:
     return Estimate(gap, gap - down, gap + up, min(base.n, other.n))
 
 
+@checked
 def paired(base: Bool[np.ndarray, " sample"], changed: Bool[np.ndarray, " same"]) -> Paired:
     """Compare the verdicts of two runs, arrays or lists, on the same samples in the same order.
 

@@ -47,13 +47,13 @@ def refuse_revision(path: str | Path, revision: str | None) -> None:
     require(revision is None, says, CheckpointError)
 
 
-def refuse_missing(path: str | Path, revision: str | None) -> None:
+def refuse_missing(path: str | Path, revision: str | None, otherwise: str = "pass revision='main'") -> None:
     """Check that `path`, which does not exist, does not begin with a folder that does, unless a revision is given."""
     first = Path(path).parts[0]
     require(
         revision is not None or not Path(first).is_dir(),
         f"{path} does not exist, and is read as a path because there is a folder {first}. Check its spelling; for the "
-        f"repository of that name on the hub, pass revision='main'.",
+        f"repository of that name on the hub, {otherwise}.",
         CheckpointError,
     )
 

@@ -20,6 +20,7 @@ from jaxtyping import Float, Shaped
 
 from sinklens.errors import SinklensError, TrackError, require
 from sinklens.runs.intervention import whole_numbers
+from sinklens.utils.arguments import checked
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, pattern_map, recorded
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 CELLS = 24_000  # what CircuitsVis draws in about a second
 
 
+@checked
 def attention(
     run: "Generation | Trace", *, step: int, layer: int, row: int = 0, heads: Sequence[int] | None = None
 ) -> "AttentionView":

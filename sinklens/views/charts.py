@@ -11,6 +11,7 @@ import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
 from sinklens.sinks.labels import colours, plain, short
+from sinklens.utils.arguments import checked
 from sinklens.views.figures import panels
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
+@checked
 def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
     """Estimates against the numbers in the column `along`, one line per model, intervals as bands."""
     ax = axes_or_new(ax)
@@ -34,6 +36,7 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
     return ax
 
 
+@checked
 def interval_dots(
     table: "DataFrame",
     by: str,
@@ -84,6 +87,7 @@ PICKS = {
 }
 
 
+@checked
 def accuracy_curves(table: "DataFrame") -> "Figure":
     """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and model.
 

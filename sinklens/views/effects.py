@@ -1,16 +1,17 @@
 """Figures of effects: maps of numbers, and who wrote an attention score."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+import xarray as xr
 from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
 from sinklens.sinks.labels import DIVERGING, SEQUENTIAL, colours, plain, wrapped
+from sinklens.utils.arguments import Words, checked
 
 if TYPE_CHECKING:
-    import xarray as xr
     from matplotlib.axes import Axes
 
 WRITER_KINDS = ("embed", "head", "mlp", "bias", "rest")
@@ -18,6 +19,7 @@ SHOWN = 12  # writers with their own bar
 WRITTEN = 40  # largest number of cells whose values are written into a map
 
 
+@checked
 def effect_map(
     values: Float[np.ndarray, "row column"],
     ax: "Axes | None" = None,
@@ -54,8 +56,9 @@ def effect_map(
     return ax
 
 
+@checked
 def writer_bars(
-    table: "xr.Dataset",
+    table: Annotated[xr.Dataset, Words("a table of sinklens.experiments.write_attribution")],
     side: Literal["key", "query"] = "key",
     *,
     ax: "Axes | None" = None,

@@ -15,7 +15,7 @@ import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
 from sinklens.model import Model
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, checked
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import asset, hashes, token_text
 
@@ -34,6 +34,7 @@ STYLE = "\n".join(
 )
 
 
+@checked
 def feature_page(
     model: "Model", summaries: FeatureSummary | Sequence[FeatureSummary], out: str | Path, title: str = "Features"
 ) -> None:

@@ -20,6 +20,7 @@ from sinklens.sinks.drawing import (
 from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +30,7 @@ MASKED = "#c6dbef"
 PATH = COLOURS[1]
 
 
+@checked
 def panels(
     count: int,
     columns: int = 2,
@@ -51,6 +53,7 @@ def panels(
     return figure, list(axes.ravel()[:count])
 
 
+@checked
 def most_moving_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     """Layer and head whose sink moves most often: its strongest key changes between two steps and is a sink at both.
 
@@ -63,6 +66,7 @@ def most_moving_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     return int(layer), int(head)
 
 
+@checked
 def stillest_head(track: SinkTrack, row: int = 0) -> tuple[int, int]:
     """Layer and head whose strongest key changes least often from step to step; ties go to the stronger sink."""
     moves, strength = _moves(track, row)
@@ -83,6 +87,7 @@ def has_sink(track: SinkTrack, row: int = 0) -> Bool[np.ndarray, "step layer hea
     return track.detect().isel(batch=row).any("pos").to_numpy()
 
 
+@checked
 def sink_path(
     track: SinkTrack,
     layer: int,
@@ -134,6 +139,7 @@ def sink_path(
     return ax
 
 
+@checked
 def sink_paths(
     tracks: SinkTrack | Sequence[SinkTrack] | Mapping[str, SinkTrack], row: int = 0, *, caption: bool = True
 ) -> "Figure":

@@ -10,7 +10,7 @@ The column sums then differ, and the pattern has to be recorded during the run. 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from sinklens.errors import TrackError, require
 from sinklens.hooks.forward_pass import PassKind
-from sinklens.runs.result import require_run
 from sinklens.sinks.drawing import axes_or_new
 from sinklens.sinks.labels import SEQUENTIAL, plain, token_label, token_ticks
+from sinklens.utils.arguments import Words, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from sinklens.runs import Trace
     from sinklens.runs.result import Generation
+
+HeadPattern = Annotated[Tensor | np.ndarray, Words("the pattern of one head, as pattern_at(run, step, layer)[head]")]
 
 # Largest share of a head's attention that may differ from the run, by the model's dtype. The explicit and the fused
 # kernel round differently, and this accumulates over layers: the shipped models differ by at most 3e-7 in float32, 3e-4
@@ -43,10 +45,10 @@ def generation_of(t: "Generation | Trace") -> "Generation":
         SettingError: `t` is neither a `Generation` nor a trace.
         HookOrderError: the trace has not run.
     """
-    require_run(t, "t")
     return getattr(t, "generation", t)
 
 
+@checked
 def pattern_at(run: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
     """Attention pattern of one step and layer, on the real positions of row `row`; rows of a softmax sum to 1.
 
@@ -66,8 +68,9 @@ def pattern_at(run: "Generation | Trace", step: int, layer: int, row: int = 0) -
     return patterns_at(run, step, [layer], row)[layer]
 
 
+@checked
 def pattern_map(
-    pattern: Tensor | np.ndarray,
+    pattern: HeadPattern,
     tokens: Sequence[str],
     ax: "Axes | None" = None,
     *,

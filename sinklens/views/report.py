@@ -23,6 +23,7 @@ from sinklens.errors import require
 from sinklens.runs import Trace
 from sinklens.runs.result import Generation
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import checked
 from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import spelled
 from sinklens.views.attention import CELLS
@@ -34,6 +35,7 @@ from sinklens.views.report_data import Material, Numbers
 SPARE = 40_000  # bytes reserved for what is written last
 
 
+@checked
 def report(
     run: "Generation | Trace",
     out: str | Path,

@@ -10,6 +10,7 @@ so a click in it selects nothing.
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
+from sinklens.utils.arguments import checked
 from sinklens.views.html import asset
 from sinklens.views.report import build, material
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 
+@checked
 def run_widget(run: "Generation | Trace", *, row: int = 0, budget_mb: float | int = 15.0, height: int = 900) -> Any:
     """The report as a widget, with the last click in `selection`.
 

@@ -114,6 +114,7 @@ def test_what_a_command_prints(arguments, texts, capsys):
     ("arguments", "text"),
     [
         (["hooks", "tiny-lada"], "Nearest: tiny-llada"),
+        (["hooks", ""], "'' is neither a folder nor a shipped checkpoint"),
         (["trace", "tiny-llada", "--prompt", "", "--out", "x"], "the prompt is empty"),
         (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
         (
@@ -168,6 +169,7 @@ def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, ca
         (["trace", "m", "--prompt", "x", "--gen-lenght", "3"], "Unknown option: --gen-lenght. Did you mean --gen-leng"),
         (["hooks", "tiny-llada", "--al"], "Unknown option: --al. Did you mean --all?"),  # no abbreviations
         (["trace", "m"], 'Command "trace" parameter --prompt requires an argument'),
+        (["lab", "m", "--compare"], 'Command "lab" parameter --compare requires at least 1 element'),
         (["evaluate", "m", "--batch-size", "1.5"], "Invalid value for --batch-size: must be an integer; got '1.5'"),
         *(
             (

@@ -129,7 +129,7 @@ REFUSED = [
         SettingError,
         r"a control is one of random, .*, nearest; got 'neerest'. Nearest: nearest",
     ),
-    (partial(masking, 1), SettingError, r"counts must be a list of integers, such as .*; got 1"),
+    (partial(masking, 1.5), SettingError, r"counts must be a list of integers, such as .*; got 1.5"),
     (partial(masking, ["1"]), SettingError, r"counts must be a list of integers, .*; got \['1'\]"),
     (partial(Condition, "a", control_of="a"), SettingError, "'a' cannot be a control of itself"),
     (

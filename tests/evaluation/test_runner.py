@@ -191,7 +191,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, tiny_lla
 
 
 def test_a_ledger_and_a_study_do_not_share_a_folder(tmp_path, tiny_llama):
-    evaluate(tiny_llama, "tiny-gsm", [UNMASKED], tmp_path / "evaluation", limit=1, batch_size=1)
+    evaluate(tiny_llama, "tiny-gsm", UNMASKED, tmp_path / "evaluation", limit=1, batch_size=1)
     study = find("existence")(settings={"gen_length": 2})
     with pytest.raises(SinklensError, match="holds an evaluation already; choose another folder for a study"):
         study.run([tiny_llama], [PROMPT], tmp_path / "evaluation")

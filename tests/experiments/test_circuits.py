@@ -82,7 +82,7 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
     removed = greedy_circuit([planted_case], every, tolerance=1e-4, most=20)
     assert removed.size == every.size - 20
     assert (removed.kept | ~truth).all()  # none of the 20 weakest is planted
-    needed = greedy_circuit([planted_case], circuit, tolerance=0.0)
+    needed = greedy_circuit(planted_case, circuit, tolerance=0.0)
     assert needed.size > 0
     assert measure_circuit([planted_case], needed).faithfulness >= 1.0 - 1e-5
     with pytest.warns(

@@ -37,19 +37,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 @pytest.mark.fast_cases(2)
 @torch.no_grad()
 def test_patched_edges_equal_plain_passes(oracle):
-    """As an effect, whatever the number of edges in a pass, and as a patch."""
+    """As an effect, whatever the number of edges in a pass, alone, and as a patch."""
     clean, corrupted = two_inputs()
     asked, labels = (oracle.model, clean, corrupted, oracle.bent), {"senders": SENDERS, "receivers": RECEIVERS}
     found = [path_patching_effects(*asked, **labels, **oracle.given, batch_size=size)["effect"] for size in (1, 4, 16)]
     source = {0: oracle.model.run_with_cache(clean, names_filter=POINTS, **oracle.given)[1]}
     base = oracle.bent(oracle(corrupted).logits)
     for sender, receiver in ((one, other) for one in SENDERS for other in RECEIVERS):
-        effects = [one.sel(sender=sender, receiver=receiver).item() for one in found]
+        one = path_patching_effects(*asked, senders=sender, receivers=receiver, **oracle.given)["effect"]
+        effects = [each.sel(sender=sender, receiver=receiver).item() for each in (*found, one)]
         if (sender, receiver) == ("1_mlp_out", "L1H1.k"):
             assert np.isnan(effects).all()
             continue
         expected = brute_force(oracle.model, corrupted, clean, sender, receiver, passed=oracle.passed)
-        assert effects == pytest.approx([float(oracle.bent(expected) - base)] * 3, abs=2e-4)
+        assert effects == pytest.approx([float(oracle.bent(expected) - base)] * 4, abs=2e-4)
         patch = PathPatch(sender=sender, receiver=receiver, source=source)
         patched = oracle.model.run_with_hooks(corrupted, patch.hooks_for(oracle.model), **oracle.given)
         assert float(oracle.bent(patched)) == pytest.approx(float(oracle.bent(expected)), abs=1e-4)

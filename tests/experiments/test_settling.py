@@ -57,10 +57,11 @@ def test_a_position_settles_after_its_last_other_prediction():
 class Words:
     """A stand-in for a run of one row: ids are their own text."""
 
+    STANDS_FOR = sinklens.Generation
+
     def __init__(self, found, active=None):
         steps, length = found.sizes["step"], found.sizes["pos"]
-        self.model = self
-        self.tokenizer = self
+        self.model = self.tokenizer = self
         self.name, self.eos_token_ids, self.prompt_length = "words", [8], 0
         self.settings = type("Settings", (), {"gen_length": length})
         self.canvas, self.steps_run = torch.zeros(1, steps + 1, length), steps

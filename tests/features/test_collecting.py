@@ -138,7 +138,7 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
 @pytest.mark.parametrize(("prompts", "points", "given", "match"), [
     ([], POINT, {}, "at least one prompt"),
     (PROMPTS, POINT, {"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
-    (PROMPTS, POINT, {"only_steps": 0}, "only_steps must be a list of integers"),
+    (PROMPTS, POINT, {"only_steps": 0.5}, "only_steps must be a list of integers"),
     (PROMPTS, POINT, {"gen_length": 8}, "is not a store of activations"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("unchecked")

@@ -106,7 +106,7 @@ def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp
 @pytest.mark.parametrize(("call", "match"), [
     (lambda run, sae: summarize_features([], sae, EMBEDDED, [0]), "at least one run"),
     (lambda run, sae: summarize_features(run, sae, EMBEDDED, [3]), "feature 3 does not exist; there are 3"),
-    (lambda run, sae: summarize_features(run, sae, EMBEDDED, 2), "features must be a list of integers"),
+    (lambda run, sae: summarize_features(run, sae, EMBEDDED, 2.5), "features must be a list of integers"),
     (lambda run, sae: read_features(run, sae, EMBEDDED, steps=[6]), "step 6 does not exist; there are 6"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("unchecked")

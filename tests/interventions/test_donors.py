@@ -143,7 +143,7 @@ REFUSED = [
                 {"names": "blocks.0.attn.hook_z"},
                 r"the donors have no 'blocks\.0\.attn\.hook_z'; they hold blocks\.1\.at",
             ),
-            ({"match": "state"}, "match must be a list of step, state, position, kind; got 'state'"),
+            ({"match": "stat"}, r"match must be a list of step, state, position, kind; got \('stat',\)"),
             ({"match": ["token"]}, r"match must be a list of step, state, position, kind; got \['token'\]"),
         )
     ),

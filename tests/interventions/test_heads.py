@@ -89,8 +89,8 @@ REFUSED = [
         for by, point in (("mean", "attn.hook_pattern"), ("skip", "attn.hook_k"))
     ),
     (
-        lambda reference: AblateHeads(heads=3).hooks_for(shared_model()),
-        r"heads must be a list of integers, .*; got 3",
+        lambda reference: AblateHeads(heads=0.5),
+        r"heads must be a list of integers, .*; got 0.5",
     ),
     (
         lambda reference: AblateHeads(steps=[0]).hooks_for(shared_model()),

@@ -10,7 +10,17 @@ from watching import PADDED, logits_of, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateHeads, AblateMLPs, AtPositions, MaskSinks, OfKind, Rule, Where
+from sinklens.interventions import (
+    AblateHeads,
+    AblateMLPs,
+    AtPositions,
+    ForceTokens,
+    MaskSinks,
+    OfKind,
+    Rule,
+    Steer,
+    Where,
+)
 from sinklens.interventions.places import follows_run
 from sinklens.interventions.rules import InArray, Positions
 from sinklens.sinks import EpsilonOverMean, TopK
@@ -123,7 +133,9 @@ REFUSED = [
         lambda model: watch(model, IDS, [AblateHeads(where=CONTROL & "prompt")]),
         r"Where\(pick='random'\) draws as many keys as there are sinks, and & would",
     ),
-    (lambda model: Where(top_k=1, of=(2,)), r"of must be a layer and a head, \(layer, head\); got \(2,\)"),
+    (lambda model: Where(top_k=1, of=(2,)), r"of must be a layer and a head, \(layer, head\) or None; got \(2,\)"),
+    (lambda model: ForceTokens([3]), r"tokens must be a dict of positions and token ids, such as .*; got \[3\]"),
+    (lambda model: Steer([1.0]), r"direction must be a Tensor \[\*layer, d_model\] or a Directions; got \[1\.0\]"),
     (lambda model: Where(top_k=1) and OfKind("digit"), r"combine rules with &, \| and ~"),
     (
         lambda model: Louder(heads=[1]).hooks_for(model),

@@ -268,11 +268,7 @@ class Lost(Entropy):
 @pytest.mark.parametrize(
     ("record", "error", "text"),
     [
-        (
-            lambda _: Record("values"),
-            SettingError,
-            r"quantities must be a list of names; write quantities=\['values'\]",
-        ),
+        (lambda _: Record(3), SettingError, "quantities must be a list of values; got 3"),
         (
             lambda _: Record(["value"]),
             SettingError,

@@ -4,13 +4,14 @@ import math
 import statistics
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 import xarray as xr
 from tracks import HEADS, LAYERS, LENGTH, made, planted
 
-from sinklens.errors import SinklensError, TrackError
+from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import (
     Broadcast,
@@ -298,8 +299,8 @@ REFUSED = [
             (lambda: SmallValueNorm(0), "ratio must be a finite number above 0; got 0"),
             (lambda: ResidualPeak(per="token"), "per must be one of position, channel; got 'token'"),
             (lambda: NoOp(ratio=-1), "ratio must be a finite number above 0; got -1"),
-            (lambda: NoOp(among=EpsilonOverMean), "among must be a Detector; got <class"),
-            (lambda: StrongestKeys(sink=EpsilonOverMean), "sink must be a Detector; got <class"),
+            (lambda: NoOp(among=EpsilonOverMean), r"among must be a detector such as TopK\(1\); got <class"),
+            (lambda: StrongestKeys(sink=EpsilonOverMean), "sink must be a detector such as"),
             (lambda: Broadcast(rank=1), "rank must be a finite number above 1; got 1"),
             (lambda: Broadcast(low=2, high=1), "low must not exceed high; got 2 and 1"),
         )
@@ -307,19 +308,18 @@ REFUSED = [
     *(
         (lambda detector=detector: planted([[1.0, 1.0]]).detect(detector), TrackError, text)
         for detector, text in (
-            (EpsilonOverMean, r"a detector must be an instance such as EpsilonOverMean\(\)"),
-            ("TopK", r"a detector must be an instance such as EpsilonOverMean\(epsilon=3\); got 'TopK'"),
             (OneLayer(), r"detect of OneLayer returned bool over .* it must return bool over .*'layer': 1"),
             (Strengths(), "detect of Strengths returned float32 over"),
         )
     ),
     *(
         (
-            lambda detector=detector: MaskSinks(top_k=None, detector=detector),
-            TrackError,
-            r"a detector must be an instance",
+            partial(call, detector=detector),
+            SettingError,
+            rf"detector must be a detector such as TopK\(1\).*; got {got}",
         )
-        for detector in (EpsilonOverMean, "TopK")
+        for call in (MaskSinks, planted([[1.0, 1.0]]).detect)
+        for detector, got in ((EpsilonOverMean, "<class"), ("TopK", "'TopK'"))
     ),
     (
         lambda: made(False).track.need("entropy"),

@@ -2,13 +2,17 @@
 
 import inspect
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from annotated_types import Gt, Le, Lt
+from jaxtyping import Float
+from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.utils.arguments import (
@@ -20,6 +24,7 @@ from sinklens.utils.arguments import (
     Positive,
     Seed,
     Share,
+    Unread,
     Words,
     arguments,
     check_arguments,
@@ -83,10 +88,11 @@ def test_a_dataclass_declares_its_fields_and_those_of_its_bases():
 
 def test_a_function_declares_its_named_arguments():
     found = arguments(window)
-    said = [(name, one.meaning) for name, one in found.items()]
-    assert said == [("model", "the model."), ("width", "number of positions."), ("seed", "")]
-    assert found["width"].default is REQUIRED
+    assert [(name, one.default, one.meaning) for name, one in found.items()] == [
+        ("model", REQUIRED, "the model."), ("width", REQUIRED, "number of positions."), ("seed", 0, "")
+    ]  # fmt: skip
     assert meanings(None) == meanings("One line: no more.") == {}
+    assert {Argument("it", kind, REQUIRED).type for kind in (Number, Share, Positive | None, NonNegative)} == {float}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,10 @@ def test_a_function_declares_its_named_arguments():
         (Count, 1), (Seed, 0), (Seed, 2**63 - 1), (Share, 0), (Share, 1.0), (Positive, 1e-9), (NonNegative, 0),
         (Share | None, None), (bool | str, "a"), (bool, False), (str, ""), (Literal["a", "b"], "b"), (dict, {}),
         (Number, 2), (Number, -0.5), (Any, [1]), ("quoted", 1), (float, np.float32(0.5)),
-        (Annotated[float, Gt(0), Lt(1)], 0.5),
+        (Annotated[float, Gt(0), Lt(1)], 0.5), (Sequence[int] | None, range(3)), (Sequence[int], np.arange(2)),
+        (Sequence[str], []), (tuple[int, int], [0, 4]), (tuple[str, ...], ("a", "b", "c")), (Mapping[int, Any], {1: 2}),
+        (Callable[[int], int], len), (str | Path, Path("a")), (Float[Tensor, "layer d_model"], torch.zeros(2)),
+        (Annotated[int, Unread], "a"),
     ],
 )  # fmt: skip
 def test_a_value_of_the_declared_type_is_kept(kind, given):
@@ -127,6 +136,16 @@ def test_a_value_of_the_declared_type_is_kept(kind, given):
         (Window | None, "w", "it must be a Window or None; got 'w'."),
         (str, None, "it must be a text; got None."),
         (NAMED | None, [], "it must be a number, or its name, or None; got []."),
+        *((Sequence[int], given, f"it must be a list of integers, such as [0, 2] or range(3); got {given!r}.")
+          for given in ("12", ["a"], [0, True], 1.5, None, {1: 2}, torch.tensor(1.0))),
+        (Sequence[Base] | None, [Window(), 3], "it must be a list of Base or None; got [Window("
+            "width=8, share=None, by='score', mode=None), 3]."),
+        (tuple[int, int], (0, 1, 2), "it must be a list of integers, such as [0, 2] or range(3); got (0, 1, 2)."),
+        (Mapping[int, int], [3], "it must be a dict; got [3]."),
+        (Callable[[int], int] | None, 3, "it must be a function or None; got 3."),
+        (str | Path, 3, "it must be a text or a path; got 3."),
+        (Float[Tensor, "layer d_model"], [1.0], "it must be a Tensor [layer, d_model]; got [1.0]."),
+        (int, torch.zeros(2, 2), "it must be an integer; got Tensor."),
     ],
 )  # fmt: skip
 def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
@@ -134,8 +153,11 @@ def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
         read_as(kind, "it", given)
 
 
-def test_a_real_number_of_either_type_is_declared_as_a_float():
-    assert {Argument("it", kind, REQUIRED).type for kind in (Number, Share, Positive | None, NonNegative)} == {float}
+@pytest.mark.parametrize(
+    ("kind", "given"), [(Sequence[int] | None, 3), (Sequence[str], "ab"), (Sequence[tuple[int, int]], (0, 1))]
+)
+def test_one_value_stands_for_a_list_of_one(kind, given):
+    assert read_as(kind, "it", given) == (given,)
 
 
 def test_a_dataclass_refuses_a_field_by_its_name_and_keeps_its_signature():

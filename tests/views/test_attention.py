@@ -90,7 +90,7 @@ def test_a_large_view_says_how_many_positions_a_cell_covers_and_no_token_closes_
         ({"step": 24, "layer": 0}, r"step 24 does not exist"),
         ({"step": 0, "layer": 0, "heads": [6]}, r"head 6 does not exist; this track has 6"),
         ({"step": 0, "layer": 0, "heads": []}, r"heads is empty"),
-        ({"step": 0, "layer": 0, "heads": 3}, r"heads must be a list of integers"),
+        ({"step": 0, "layer": 0, "heads": "3"}, r"heads must be a list of integers"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -12,7 +12,7 @@ import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import Record
 from sinklens.tasks import held_out
-from sinklens.views import attention, pattern_at, pattern_map
+from sinklens.views import attention, pattern_at, pattern_map, sink_map, writer_bars
 from sinklens.views.patterns import patterns_at
 
 PLACES = [(1, 1), (6, 2)]
@@ -117,7 +117,11 @@ REFUSED = [
     (lambda run, bare: pattern_at(run, 0, 4), r"layer 4 does not exist; this track has 4"),
     (lambda run, bare: pattern_at(run, 0, 0, 3), r"batch 3 does not exist"),
     (lambda run, bare: pattern_at(bare, 0, 0), r"recorded no sink scores .* record_sinks=True"),
-    (lambda run, bare: pattern_at("run", 0, 0), r"t must be a run, .* got str"),
+    (lambda run, bare: pattern_map(run, ["a"]), r"pattern must be the pattern of one head, .*; got Generation"),
+    (lambda run, bare: writer_bars(run), "table must be a table of sinklens.experiments.write_attribution; got Gen"),
+    (lambda run, bare: sink_map(run), r"track must be a sink track, .*; got Generation.* Pass its \.sinks\."),
+    (lambda run, bare: pattern_at(run, True, 0), "step must be an integer; got True"),
+    (lambda run, bare: pattern_at("run", 0, 0), r"run must be a run, .* got 'run'"),
 ]
 
 

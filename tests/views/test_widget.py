@@ -67,4 +67,4 @@ def test_the_selection_of_a_notebook_reaches_python(widget):
 def test_without_anywidget_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
     with pytest.raises(SettingError, match=r"a widget needs anywidget .*pip install 'sinklens\[notebook\]'"):
-        run_widget(None)
+        run_widget(type("Run", (), {"STANDS_FOR": sinklens.Generation})())

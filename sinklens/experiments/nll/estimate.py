@@ -32,9 +32,10 @@ from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
-from sinklens.utils.arguments import Count, NonNegative, read_as
+from sinklens.utils.arguments import Count, NonNegative, checked
 
 
+@checked
 def likelihood(
     model: Model,
     prompts: Prompt,
@@ -100,6 +101,7 @@ def refuse_cache(cache: Policy | str | None) -> None:
     )
 
 
+@checked
 @in_turn
 def likelihoods(
     model: Model,
@@ -107,12 +109,10 @@ def likelihoods(
     rule: DrawRule,
     *,
     hooks: Hooks = (),
-    cfg_scale: float = 0.0,
-    batch_size: int | None = None,
+    cfg_scale: NonNegative = 0.0,
+    batch_size: Count | None = None,
 ) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
-    read_as(NonNegative, "cfg_scale", cfg_scale)
-    read_as(Count | None, "batch_size", batch_size)
     model.tree.refuse_unusable()
     entries = tuple(hook_list(hooks))
     if model.causal:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from sinklens.errors import require
+from sinklens.utils.arguments import checked
 from sinklens.utils.estimates import Estimate
 
 
@@ -88,6 +89,7 @@ class Likelihood:
         return np.asarray(_standard_error(batches) * len(batches))
 
 
+@checked
 def likelihood_difference(
     base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likelihood] | Likelihood
 ) -> Estimate:
