@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -223,11 +223,11 @@ def fit_probe(
     return replace(fitted(data.at(point), data.column(label), kind, penalty), point=point)
 
 
+@checked
 def fitted(
     x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], kind: ProbeKind, penalty: Positive = 1.0
 ) -> Probe:
     """A probe of vectors and their labels; see `fit_probe`."""
-    require(kind in get_args(ProbeKind), f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
     x = np.asarray(x, dtype=np.float64)
     if kind == "ridge":
         from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]

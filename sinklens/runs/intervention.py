@@ -211,7 +211,7 @@ class HookSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention(HookSource):
-    """A change of a model's computation, restricted to some places.
+    """A change of a model's computation, restricted to some places; a single index stands for a list of one.
 
     Attributes:
         steps: step indices; negative ones count from the end of the planned steps. None means all.
