@@ -24,7 +24,7 @@ from sinklens.evaluation.units import Batch, Job, batches
 from sinklens.sampling import Policy
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
-from sinklens.utils.arguments import Count, Seed, Words, checked, read_as
+from sinklens.utils.arguments import Count, Seed, Words, checked
 from sinklens.utils.folders import check_folder
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def evaluate(
     *,
     task: Task | None = None,
     limit: int | None = None,
-    batch_size: int = 25,
-    seed: int = 0,
+    batch_size: Count = 25,
+    seed: Seed = 0,
     shard: Annotated[tuple[int, int], Words("two integers, (0, 4) for the first of four")] = (0, 1),
     load: dict[str, Any] | None = None,
     cache: str | Policy | Sequence[str | Policy] = (),
@@ -83,7 +83,7 @@ def evaluate(
         ControlWarning: a condition is a control of one that is neither among these nor in the ledger.
     """
     check_folder(ledger, "an evaluation")
-    every, size = under_caches(conditions, cache), read_as(Count, "batch_size", batch_size)
+    every = under_caches(conditions, cache)
     controls = {one.name: one.control_of for one in every}
     if not every or len(controls) < len(every):
         names = [one.name for one in every]
@@ -92,7 +92,7 @@ def evaluate(
     task = task or chosen.make_task()
     require(task.name == chosen.task, f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
     samples = _samples(task, limit, shard)
-    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed), allow_longer)
+    job = Job(model, load or {}, task, chosen, seed, allow_longer)
     report = progress or (lambda condition, done, total: None)
     with ExitStack() as stack:
         workers = None if engine is None else stack.enter_context(engine)
@@ -105,7 +105,7 @@ def evaluate(
         work, done = list[Batch](), dict[str, int]()
         for condition, run in zip(every, runs, strict=True):  # after locking: no other process writes these shards
             left = _missing(run, samples)
-            work += batches(condition, left, 1 if condition.hooks and _waits(run.what) else size)
+            work += batches(condition, left, 1 if condition.hooks and _waits(run.what) else batch_size)
             done[condition.name] = len(samples) - len(left)
             report(condition, done[condition.name], len(samples))
         finished = ((one, job.carry_out(one)) for one in work) if workers is None else workers.carry_out(job, work)

@@ -170,7 +170,7 @@ def test_progress_starts_with_the_finished_samples(tmp_path, tiny_llama):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"limit": "2"}, "limit is '2'; give the number of samples"),
+        ({"limit": "2"}, "limit must be an integer or None; got '2'"),
         ({"batch_size": 1.5}, "batch_size must be an integer of at least 1; got 1.5"),
         ({"shard": "0/2"}, r"shard must be two integers, \(0, 4\) for the first of four; got '0/2'"),
         ({"seed": 1.5}, "seed must be an integer from 0"),

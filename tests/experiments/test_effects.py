@@ -241,7 +241,7 @@ def test_what_cannot_be_compared_is_refused(tiny_llada):
         (lambda: compare(run, other), r"have the same prompts; these do not"),
         (lambda: compare(short, long), "have the same prompts"),  # one prompt begins the other
         (lambda: compare(long, longer), r"got \[1, \d+\] and \[1, \d+\] \(rows, positions\)"),
-        (lambda: compare(run, run, attended=run.real), logits),
+        (lambda: compare(run, run, attended=run.real.numpy()), logits),
         (lambda: compare(run, run, one), logits),
         (lambda: compare(run, run, None, one), logits),
         (lambda: compare(run, run, one, two), r"no step has .* base_logits holds steps \[1\], .* \[2\]"),

@@ -192,7 +192,7 @@ REFUSED = [
     ({"positions": [1], "source_positions": [15]}, "position 15 does not exist; there are 15"),
     ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
     ({"layers": []}, "layers is empty, so PatchHooks would change nothing"),
-    ({"steps": slice(1, 3)}, r"steps must be a list of integers, .* range\(3\); got slice"),
+    ({"steps": slice(1, 3)}, r"steps must be a list of integers, .* range\(3\) or None; got slice"),
     ({"prompts": FEW, "names": Z}, r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"),
     (
         {"prompts": FEW, "names": "blocks.1.attn.hook_pattern", "positions": [0]},

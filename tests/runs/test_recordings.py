@@ -169,6 +169,6 @@ def test_what_is_no_recorded_run_is_refused_with_its_line(model, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_canvases(tmp_path / "none.jsonl")
     longer = "the recorded run has 15 positions, 8 of them after the prompt, and this"
-    for given, text in ((recorded, longer), ([recorded], r"recorded must be one recorded run, .*\[0\]; got list")):
+    for given, text in ((recorded, longer), ([recorded], r"recorded must be one recorded run, .*\[0\] .*; got \[")):
         with pytest.raises(SettingError, match=text):
             replay(model, given, gen_length=16, steps=4)
