@@ -53,7 +53,10 @@ REFUSED = [
         lambda model: watch(model, [LONG], [Steer(torch.ones(25))]),
         r"direction must have shape \[24\] or \[3, 24\], a tensor; got \[25\]",
     ),
-    (lambda model: watch(model, [LONG], [Steer([1.0] * 24)]), "a tensor; got list"),
+    (
+        lambda model: watch(model, [LONG], [Steer([1.0] * 24)]),
+        r"direction must be a Tensor \[\*layer, d_model\] .*; got \[1\.0",
+    ),
     (
         lambda model: watch(model, [LONG], [Steer(torch.zeros(24), mode="set")]),
         "mode='set' needs a direction that is not zero",

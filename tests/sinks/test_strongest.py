@@ -90,7 +90,7 @@ def test_only_of_an_intervention_also_leaves_out_kinds(tiny_llada):
         ({"k": 0}, "k must be an integer of at least 1; got 0"),
         ({"part": "both"}, "part must be one of all, sink, other; got 'both'"),
         ({"only": "digits"}, "or 'not' and one of them; 'digits' is neither. .* Nearest: digit"),
-        ({"only": 3}, "or 'not' and one of them; 3 is neither"),
+        ({"only": 3}, "only must be a text or a list of texts; got 3"),
         ({"only": ("prompt", "not words")}, "'not words' is neither. .* Nearest: word"),
     ],
 )
