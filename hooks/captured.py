@@ -127,8 +127,7 @@ class Captures:
             return base(**named, use_cache=False).last_hidden_state
 
         size, like = (len(ids), tree.cfg.n_heads, 1, ids.shape[1]), next(base.parameters())
-        biases = of_one_hook(watch, size, like)
-        biases = biases or {point: bias_of(point, size, like) for point in hooked_masks(watch)}
+        biases = of_one_hook(watch, size, like) or {point: bias_of(point, size, like) for point in hooked_masks(watch)}
         given |= {point: bias for point, bias in biases.items() if bias is not None}
         large = any(bias is not None and (bias.shape[2] > 1 or not bias.is_contiguous()) for bias in biases.values())
         with known(watch, biases, ids.device):

@@ -84,13 +84,11 @@ class Llada2Settings(Drawn, Truncated, Passes, WholeBlocks):
 
     def step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
-        where = (canvas == state.mask_id) & block
-        proposed, confidence = self.draw(state, canvas, where)
+        proposed, confidence = self.draw(state, canvas, (canvas == state.mask_id) & block)
         chosen = decisions.above_or_best(confidence, counts, self.threshold, progress.in_block())
         state.commit(chosen, proposed, best_by=confidence)
         if self.eos_early_stop:
-            decided_now = block & (state.canvas != canvas)
-            progress.end(progress.stops(state.canvas, decided_now) & progress.ended(state.canvas))
+            progress.end(progress.stops(state.canvas, block & (state.canvas != canvas)) & progress.ended(state.canvas))
 
 
 @dataclass(frozen=True)

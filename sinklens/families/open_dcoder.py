@@ -70,8 +70,7 @@ class OpenDcoderSettings(DreamRule):
     def _step(self, state: State, times: Float[Tensor, " time"], step: int) -> None:
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
-        where = masked & state.computed()
-        proposed, confidence = self.draw(state, canvas, where)
+        proposed, confidence = self.draw(state, canvas, masked & state.computed())
         counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
         if self.alg_temp:
             chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)

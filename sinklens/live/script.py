@@ -55,8 +55,7 @@ class _Writer:
             if written == spec:
                 return its_name
         replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
-        model = self._model(spec.model)
-        arguments = [model, _literal(spec.prompt), *_given(spec)]
+        arguments = [self._model(spec.model), _literal(spec.prompt), *_given(spec)]
         arguments += [_listed([change.source() for change in spec.changes])] if spec.changes else []
         arguments += [] if replayed is None else [f"replay={replayed}"]
         if spec.task is not None:
