@@ -200,8 +200,8 @@ class _MetricReader(Reader):
             real = run.real if real is None else real
             undecided = canvas.now.undecided & real[:, : ids.shape[1]].to(ids.device)
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
-                here = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
-                ids, undecided = ids[:, here], undecided[:, here]
+                first = hook.forward_pass.first(size)  # of the queries, or of the block among them
+                ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
             self.found.keep(self.numbers, hook.step or 0, (value.detach().float(), ids, undecided))
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]

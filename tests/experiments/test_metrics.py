@@ -183,21 +183,29 @@ def test_patches_run_the_steps_of_their_source(models, path):
     np.testing.assert_allclose(found[ran], expected[ran], atol=2e-4)
 
 
-def test_a_sampler_with_a_block_cache_is_measured_with_it(tmp_path):
+@pytest.mark.parametrize(("name", "settings", "size"), [
+    ("fast-dllm-v2", {"gen_length": 12, "use_block_cache": True, "small_block_size": 2, "stop": False}, 2),
+    ("tiny-two-modes", {"gen_length": 16, "mode": "diffusion", "stop": False}, 8),
+])  # fmt: skip
+def test_a_step_that_decides_a_part_of_its_queries_is_measured_at_those(tmp_path, name, settings, size):
+    """In a sub-block of a block, read with a block cache; and in a block after the text before it."""
     write_family(tmp_path, "fast-dllm-v2")
-    model = sinklens.load(write_tokenizer(tmp_path), **arguments("fast-dllm-v2"))
-    settings = {"gen_length": 12, "use_block_cache": True, "small_block_size": 2, "stop": False}
+    folders = {"fast-dllm-v2": write_tokenizer(tmp_path)}
+    model = sinklens.load(folders.get(name, name), **arguments(name))
     _, before = base_run(model, PROMPTS[:1], **settings)
     gaps = {}
 
     def gap(output):
         expected = before.caches[output.step]["denoise.hook_logits"]
-        gaps[output.step] = (output.base - expected).abs().max().item() if output.base.shape == expected.shape else None
+        fits = output.canvas.shape == output.undecided.shape == output.base.shape[:2] == expected.shape[:2]
+        gaps[output.step] = (output.base - expected).abs().max().item() if fits else None
         return 0.0
 
-    ablation = AblateHeads(layers=[0], heads=[0], steps=[2, 3])
-    sweep(model, PROMPTS[:1], {"head": ablation}, metric=gap, replay=True, **settings)
-    assert before.caches[2]["denoise.hook_logits"].shape[1] == 2 < 4  # a sub-block of a block
+    sweep(
+        model, PROMPTS[:1], {"head": AblateHeads(layers=[0], heads=[0], steps=[2, 3])}, metric=gap, replay=True,
+        **settings,
+    )  # fmt: skip
+    assert before.caches[2]["denoise.hook_logits"].shape[1] == size
     assert gaps == {step: pytest.approx(0.0, abs=1e-4) for step in before.caches}
 
 
