@@ -85,7 +85,7 @@ class StepScores:
         return [(f"blocks.{layer}.attn.hook_attn_mask", self._last_row) for layer in self._layers if self._run.causal]
 
     def _complete(
-        self, before: Float[Tensor, "batch head _"] | None, value: Float[Tensor, "batch head _"], described: ForwardPass
+        self, before: Float[Tensor, "batch head _"] | None, value: Float[Tensor, "_ head _"], described: ForwardPass
     ) -> Float[Tensor, "batch head key"]:
         """Scores of a layer over the text from its first column, on the device where keys are chosen."""
         value, start = value[self._run.rows], described.keys.start
