@@ -21,7 +21,7 @@ from sinklens.errors import require
 from sinklens.hooks.names import axes_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, random_places
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.places import AtPositions, index_mask
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.utils.arguments import Seed, checked
@@ -96,9 +96,8 @@ class Ablate(AtPositions):
                 new = self._typical(value, hook, run, samples)
             else:
                 new = torch.full_like(value, 0.0 if self.by == "zero" else float(self.by))
-            chosen = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
-            chosen[within("dim", self.dims, len(chosen))] = True
-            return torch.where(chosen, new, value)
+            dims = value.shape[-1]
+            return torch.where(index_mask(within("dim", self.dims, dims), dims, value.device), new, value)
 
         streams = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
         return (streams if self.by == "skip" else []) + self.edits(model, run, self.point, replacement)

@@ -30,7 +30,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.attention.masks import MaskHook
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys, head_mask
+from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys, index_mask
 from sinklens.model import Model
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
@@ -86,7 +86,7 @@ class MaskKeys(AtKeys):
                 return None
             distance = hook.forward_pass.distances(value.device)
             hidden = ~found.keys & (distance.abs() > self.window) & found.rows[:, None, :, None]
-            hidden = hidden & head_mask(places.heads, value.shape[1], value.device)[:, None, None]
+            hidden = hidden & index_mask(places.heads, value.shape[1], value.device)[:, None, None]
             if model.causal:  # later keys are hidden anyway, and so is padding
                 hidden = hidden & (distance <= 0)
             if not run.single:

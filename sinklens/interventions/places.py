@@ -91,7 +91,7 @@ class Places:
         self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
         self.heads = what.chosen_heads(model)
         all_heads = not of_keys or set(self.heads) == set(range(model.cfg.n_heads))
-        self._only = None if all_heads else head_mask(self.heads, model.cfg.n_heads, run.real.device)
+        self._only = None if all_heads else index_mask(self.heads, model.cfg.n_heads, run.real.device)
         self._together = not (run.causal or run.single)  # all queries of a pass have the places of its step
         self._real_rows = run.real.any(dim=1)
         self._fixed = None if run.single else place_mask(what.positions, run.real)[:, None]
@@ -252,7 +252,7 @@ class Places:
         mask = mask.to(device)
         if self._run.single:
             rows = torch.ones(1, dtype=torch.bool)
-            mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
+            mask = mask & index_mask(self.heads, value.shape[1], device)[:, None]
         else:
             rows = self._rows_of(step)
         return KeyMask(mask[:, :, None], rows[:, None].to(device))
@@ -307,10 +307,10 @@ class Places:
         return KeyMask(found, rows) if bool(rows.any()) else None
 
 
-def head_mask(heads: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, " head"]:
-    """True at `heads`, of `size` heads."""
+def index_mask(indices: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, " index"]:
+    """True at `indices`, of `size`."""
     chosen = torch.zeros(size, dtype=torch.bool, device=device)
-    chosen[list(heads)] = True
+    chosen[list(indices)] = True
     return chosen
 
 
@@ -333,7 +333,7 @@ def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..
     """True at `heads` along the head axis of `value`, of size 1 along the others."""
     axis = head_axis(name)
     assert axis is not None, "Places refuses heads at other points"
-    chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
+    chosen = index_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
     return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
 
 
