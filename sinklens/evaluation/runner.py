@@ -91,7 +91,7 @@ def evaluate(
     chosen = find_protocol(protocol) if isinstance(protocol, str) else protocol
     task = task or chosen.make_task()
     require(task.name == chosen.task, f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
-    samples = _samples(task, limit, shard)
+    samples = _samples(task, limit, *shard)
     job = Job(model, load or {}, task, chosen, seed, allow_longer)
     report = progress or (lambda condition, done, total: None)
     with ExitStack() as stack:
@@ -117,10 +117,9 @@ def evaluate(
     return runs
 
 
-def _samples(task: Task, limit: int | None, shard: tuple[int, int]) -> list[Sample]:
+def _samples(task: Task, limit: int | None, number: int, parts: int) -> list[Sample]:
     """The samples of a shard."""
-    require(0 <= shard[0] < shard[1], f"shard must be two integers, (0, 4) for the first of four; got {shard!r}.")
-    number, parts = shard
+    require(0 <= number < parts, f"shard must be two integers, (0, 4) for the first of four; got {(number, parts)}.")
     samples = list(task.samples(limit))[number::parts]
     repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
     require(repeated is None, f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique.")

@@ -48,7 +48,7 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import NonNegative, as_tuple, checked
+from sinklens.utils.arguments import NonNegative, Seed, as_tuple, checked
 from sinklens.utils.atomic import write_file
 
 Most = Annotated[int, Ge(0)] | None
@@ -78,6 +78,7 @@ class Circuit:
         )
 
     @classmethod
+    @checked
     def strongest(cls, scores: Any, *, count: int | None = None, share: float | int | None = None) -> "Circuit":
         """The edges with the largest scores of either sign.
 
@@ -143,7 +144,8 @@ class Circuit:
         """All other edges."""
         return Circuit(self.kept.copy(data=~self.kept.to_numpy() & self.exists), self.scores)
 
-    def random(self, seed: int = 0) -> "Circuit":
+    @checked
+    def random(self, seed: Seed = 0) -> "Circuit":
         """A circuit of as many edges, drawn from all."""
         chosen = np.random.default_rng(seed).choice(np.flatnonzero(self.exists), self.size, replace=False)
         return Circuit(_marked(self.scores, chosen), self.scores)
@@ -161,12 +163,14 @@ class Circuit:
         """
         return KeepEdges(kept=self.kept, source=source, **restrictions)
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the circuit as NetCDF: `kept` and `scores` with their labels."""
         data = xr.Dataset({"kept": self.kept, "scores": self.scores}, attrs={"format": FORMAT})
         write_file(path, data.to_netcdf(engine="h5netcdf"))
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "Circuit":
         """Read what `save` wrote.
 
@@ -185,6 +189,7 @@ class Circuit:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} holds no circuit: {error}. Pass a file that Circuit.save wrote.") from error
 
+    @checked
     def to_graph(
         self, tokens: Sequence[str] | None = None, *, slug: str = "circuit", model: str = "", step: int | None = None
     ) -> dict[str, Any]:
@@ -211,6 +216,7 @@ class Circuit:
         require(step in steps, f"step must be one of {steps} for this circuit; got {step}.")
         return graph([edge for edge in self.edges if edge.step == step], tokens, slug, model)
 
+    @checked
     def save_graph(self, path: str | Path, tokens: Sequence[str] | None = None, **about: Any) -> Path:
         """Write `to_graph` to ``folder/slug.json`` and list it in ``folder/graph-metadata.json``.
 
@@ -270,6 +276,7 @@ class CircuitCase:
         return float(metric_value(self.metric, self._source[1]))
 
     @torch.no_grad()
+    @checked
     def value(self, circuit: Circuit) -> float:
         """The metric with the circuit alone.
 

@@ -27,7 +27,7 @@ from jaxtyping import Int
 
 from sinklens.errors import SettingError, require
 from sinklens.experiments.lens import logit_lens
-from sinklens.utils.arguments import as_tuple, checked
+from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -133,13 +133,13 @@ def early_exit(
     run: "Generation",
     predictions: xr.Dataset,
     right: IsRight,
-    thresholds: float | Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
+    thresholds: Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
 ) -> xr.Dataset:
     """What stopping early would have returned, at each threshold of the gap; see the module.
 
     Args:
         right: see `IsRight`.
-        thresholds: gaps of probability, above 0 and at most 1.
+        thresholds: gaps of probability, one or several, above 0 and at most 1.
 
     Returns:
         A Dataset over ``threshold`` and ``batch``: ``exit``, the number of steps that would have run; ``share``, that
@@ -150,7 +150,6 @@ def early_exit(
     Raises:
         SettingError: a threshold out of range.
     """
-    thresholds = as_tuple(thresholds)
     require(
         all(0 < threshold <= 1 for threshold in thresholds) and len(thresholds),
         f"thresholds are above 0 and at most 1; got {list(thresholds)}.",

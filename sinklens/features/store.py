@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import nearest, require
 from sinklens.sinks.store import Store, reading
-from sinklens.utils.arguments import read_as
+from sinklens.utils.arguments import checked, read_as
 
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
 """What is kept about a place: ``pos`` does not count padding, ``state`` is an index into `STATES`."""
@@ -36,6 +36,7 @@ class ActivationStore(Store):
 
     form, made, along = "sinklens activations 3", "features.collect(..., out=path)", "place"
 
+    @checked
     def __init__(self, path: str | Path, point: str | None = None) -> None:
         super().__init__(path)
         self.points: list[str] = list(self.about["points"])

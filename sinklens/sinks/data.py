@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sinklens.errors import TrackError, nearest, require
 from sinklens.hooks.forward_pass import MODES, Mode
+from sinklens.utils.arguments import checked
 from sinklens.utils.integers import as_integer
 
 Unit = Literal["sum", "percent", "fraction", "visible"]
@@ -56,6 +57,7 @@ class TrackData:
 
     ARGUMENT: ClassVar[str] = "a sink track, such as run.sinks"
 
+    @checked
     def __init__(self, data: xr.Dataset) -> None:
         missing = [name for name in REQUIRED if name not in data]
         require(not missing, f"this dataset is not a sink track: it lacks {', '.join(missing)}.", TrackError)

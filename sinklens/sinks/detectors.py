@@ -20,7 +20,6 @@ Limitation: interventions and cache policies call `detect` with a track of one s
 finds nothing there; see docs/concepts/your-own.md.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -29,9 +28,9 @@ import numpy as np
 import xarray as xr
 from annotated_types import Gt
 
-from sinklens.errors import require
+from sinklens.errors import require, warn_caller
 from sinklens.sinks.data import AXES, TrackData, Unit
-from sinklens.utils.arguments import Number, Positive, Share, Words, check_arguments
+from sinklens.utils.arguments import Number, Positive, Share, Words, check_arguments, checked
 
 
 class Detector(ABC):
@@ -43,6 +42,7 @@ class Detector(ABC):
     def detect(self, track: TrackData) -> xr.DataArray:
         """True where `track` has a sink: [batch, step, layer, head, pos]."""
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         """How strong a sink each position is, [batch, step, layer, head, pos]; by default its score."""
         return track.scores()
@@ -81,19 +81,21 @@ class EpsilonOverMean(_Checked):
     epsilon: Number = 3.0
     unit: Unit = "sum"
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         score = track.scores(self.unit)
         return score - over_others(score)
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         strength = self.strength(track)  # first, since the track may lack the unit
         most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
         advice = "use unit='sum' or unit='percent'" if most == 1 else "use a smaller epsilon"
         if self.epsilon >= most and bounded(track):
-            warnings.warn(
+            warn_caller(
                 f"epsilon = {self.epsilon} can never be met: with unit {self.unit!r} no score of this track exceeds "
                 f"{most}; {advice}.",
-                stacklevel=3,
+                UserWarning,
             )
         return strength > self.epsilon
 
@@ -110,6 +112,7 @@ class TopK(_Checked):
 
     k: int = 1
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         score, strongest = track.data["score"], track.top(self.k).to_numpy()
         found = np.zeros((*score.shape[:-1], score.sizes["pos"] + 1), dtype=bool)
@@ -143,11 +146,13 @@ class MeanPlusStd(_Checked):
         mass = track.scores(self.unit).mean(self.over) if self.over else track.scores(self.unit)
         return mass - mass.mean("pos") - self.k * mass.std("pos")
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         margin = self._margin(track)
         # the sigmoid, without overflow
         return everywhere(margin.copy(data=(1 + np.tanh(self.slope / 2 * margin.to_numpy())) / 2), track)
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         return everywhere(self._margin(track) > 0, track)
 
@@ -168,10 +173,12 @@ class SinkRate(_Checked):
     epsilon: Number = 0.3
     share: Share = 0.1
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         alpha = track.scores("visible")
         return everywhere((alpha > self.epsilon).mean(("layer", "head")), track).where(alpha.notnull())
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         rate = self.strength(track)
         return (rate >= self.share) & (rate > 0)
@@ -190,9 +197,11 @@ class SmallValueNorm(_Checked):
 
     ratio: Positive = 0.2
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         return 1 / value_ratio(track)
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         return value_ratio(track) < self.ratio
 
@@ -216,11 +225,13 @@ class ResidualPeak(_Checked):
     floor: Number = 100.0
     per: Literal["position", "channel"] = "position"
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         median = "stream_median" if self.per == "position" else "stream_channel_median"
         stream = track.need("stream_peak", median)
         return everywhere(stream["stream_peak"] / stream[median], track)
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         high = track.need("stream_peak")["stream_peak"] > self.floor
         return (self.strength(track) >= self.ratio) & everywhere(high, track)
@@ -240,6 +251,7 @@ class NoOp(SmallValueNorm):
 
     among: Detector = field(default_factory=EpsilonOverMean)
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         return self.among.detect(track) & super().detect(track)
 
@@ -267,9 +279,11 @@ class Broadcast(_Checked):
         super().__post_init__()
         require(self.low <= self.high, f"low must not exceed high; got {self.low} and {self.high}.")
 
+    @checked
     def strength(self, track: TrackData) -> xr.DataArray:
         return everywhere(1 / track.need("output_rank")["output_rank"], track).where(track.scores().notnull())
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         ratio = value_ratio(track)
         flat = everywhere(track.need("output_rank")["output_rank"] < self.rank, track)

@@ -22,7 +22,7 @@ from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Count, as_tuple, check_arguments
+from sinklens.utils.arguments import Count, as_tuple, check_arguments, checked
 
 Part = Literal["all", "sink", "other"]
 SYNONYMS = {"mask": "masked", "decided": "committed"}
@@ -100,6 +100,7 @@ class StrongestKeys(Detector):
         check_arguments(self)
         check_only(as_tuple(self.only))
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         score = track.scores()
         values = score.fillna(-np.inf).where((score > 0).any("pos"), -np.inf)
@@ -136,6 +137,7 @@ class Marked(Detector):
 
     name: str
 
+    @checked
     def detect(self, track: TrackData) -> xr.DataArray:
         return track[self.name]
 

@@ -47,6 +47,7 @@ class SinkTrack(TrackData):
         )
         return found
 
+    @checked
     def plot(
         self,
         layer: int | None = None,
@@ -59,6 +60,7 @@ class SinkTrack(TrackData):
         """Plot scores over steps × positions, averaged over layers or heads not given; marks strongest keys."""
         return sink_map(self, layer, head, row, ax, caption=caption)
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write one NetCDF-4 file, or a Zarr store if `path` ends in ``.zarr``; leaves no partial files.
 
@@ -71,6 +73,7 @@ class SinkTrack(TrackData):
         return files.save(self, Path(path))
 
     @classmethod
+    @checked
     def open(cls, path: str | Path, *, revision: str | None = None) -> "SinkTrack":
         """Open a saved track, or the store that a run appended to (even an unfinished one); data are read lazily.
 

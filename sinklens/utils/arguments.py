@@ -160,10 +160,12 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
 def checked(function: FunctionT) -> FunctionT:
     """A function that reads each argument as a value of its declared type, with `read_as`."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = inspect.signature(function).bind_partial(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # raises it again, with the name of the function
         declared = arguments(function)
@@ -238,8 +240,10 @@ def _resolved(annotation: Any, declared: Callable[..., Any]) -> Any:
 
 def _held(kinds: Sequence[Any], given: Any) -> str:
     """Which attribute of a wrong value is a right one, e.g. ``sinks`` of a run that was given for its track."""
-    own = tuple(kind for kind in map(_bare, kinds) if hasattr(kind, "ARGUMENT"))
-    held = [name for name, value in getattr(given, "__dict__", {}).items() if isinstance(value, own)]
+    held = [
+        name for name, value in getattr(given, "__dict__", {}).items()
+        if any(hasattr(kind, "ARGUMENT") and isinstance(value, kind) for kind in map(_bare, kinds))
+    ]  # fmt: skip
     return f" Pass its .{held[0]}." if held else ""
 
 
