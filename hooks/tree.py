@@ -358,7 +358,7 @@ class HookTree(ModelWeights, HookFront):
         )
         modules = [self.hf]
         for module in modules:  # a list that grows: `modules()` would take a large part of the set-up of a short run
-            modules += filter(None, module._modules.values())
+            modules += [one for one in module._modules.values() if one is not None]
             if module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
                 name = next(name for name, other in self.hf.named_modules() if other is module)
                 raise SinklensError(

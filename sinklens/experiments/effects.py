@@ -36,7 +36,7 @@ from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import checked
+from sinklens.utils.arguments import Seed, checked
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def effect(
     *,
     other: Any = None,
     cache: Policy | str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     **settings: Any,
 ) -> Effect:
     """Run `model` on `prompts` without a change, with it, and with it under replay; compare, logits included.

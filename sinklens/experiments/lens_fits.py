@@ -48,7 +48,7 @@ def train_tuned_lens(
     learning_rate: float = 1e-3,
     sample_size: int = 8192,
     batch_size: int = 16,
-    seed: int = 0,
+    seed: Seed = 0,
     chat_template: bool | str = False,
     **settings: Any,
 ) -> TunedLens:

@@ -55,7 +55,7 @@ def donors(
     names: HookName | Sequence[HookName],
     *,
     only_steps: Sequence[int] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     **settings: Any,
 ) -> Donors:
     """Run `model` on `prompts` and keep the values of points at every position, for resampling and ablating.
@@ -95,7 +95,7 @@ def difference_of_means(
     where: Any = None,
     only_steps: Sequence[int] | None = None,
     point: StreamPoint = "hook_resid_pre",
-    seed: int = 0,
+    seed: Seed = 0,
     hooks: Hooks = (),
     **settings: Any,
 ) -> Directions:

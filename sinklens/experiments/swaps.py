@@ -29,7 +29,7 @@ from sinklens.model import Model
 from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import over_others
 from sinklens.sinks.kinds import Kind, kinds_of_tokens
-from sinklens.utils.arguments import Count, checked
+from sinklens.utils.arguments import Count, Seed, checked
 
 CHUNK = 32  # canvases per pass
 SWAPPED = {kind.name.lower(): kind for kind in (Kind.NEWLINE, Kind.SPACE, Kind.PUNCTUATION, Kind.DIGIT, Kind.MASK,
@@ -48,7 +48,7 @@ def swap(
     count: Count = 4,
     among: Sequence[int] | None = None,
     epsilon: float = 3.0,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> xr.Dataset:
     """Replace tokens of one kind by tokens of another, one at a time, and count the sinks at their places.
 

@@ -28,7 +28,7 @@ from sinklens.interventions import MaskedLogits
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.utils.arguments import as_tuple, checked
+from sinklens.utils.arguments import Seed, as_tuple, checked
 
 MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
 
@@ -56,7 +56,7 @@ def assess(
     prompts: str | Sequence[Any],
     scopes: Scope | Sequence[Scope] = ("masked", "decided"),
     *,
-    seed: int = 0,
+    seed: Seed = 0,
     chat_template: bool | str = False,
     **settings: Any,
 ) -> xr.Dataset:

@@ -40,7 +40,7 @@ from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 from sinklens.errors import require
 from sinklens.features.probe_places import ProbeData
 from sinklens.features.probes import ProbeKind, fitted
-from sinklens.utils.arguments import Positive, checked
+from sinklens.utils.arguments import Positive, Seed, checked
 from sinklens.utils.estimates import RESAMPLES, Estimate, holm, pooled, proportion
 
 NOISE_BINS = 4
@@ -59,7 +59,7 @@ def probe_table(
     units: str = "prompt",
     balanced: bool = False,
     repeats: int = 3,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> "DataFrame":
     """Fit and test probes of `label` at every point of `data`; see the module.
 

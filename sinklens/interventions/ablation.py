@@ -133,7 +133,7 @@ def AblateHeads(
     *,
     by: Literal["zero", "mean", "resample"] = "zero",
     reference: Donors | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     **places: Any,
 ) -> Ablate:
     """Replace the output of heads, z = A·V, before the output projection.

@@ -86,7 +86,7 @@ def AblateValues(
     by: Literal["mean", "zero", "resample"] = "mean",
     reference: Donors | None = None,
     match: Sequence[str] = MATCHED,
-    seed: int = 0,
+    seed: Seed = 0,
     where: Any = None,
     queries: Reach = "each",
     steps: Sequence[int] | None = None,

@@ -229,7 +229,7 @@ def test_a_recording_needs_a_new_path_and_reduce_is_a_function(tmp_path):
     for make, text in (
         (lambda: Record(out=path), r"mine\.zarr already exists; choose another path"),
         (lambda: StoredSteps(path, AXES, 4), "already exists"),
-        (lambda: Record(reduce=3), r"reduce must be a function, without out=; got 3"),
+        (lambda: Record(reduce=3), "reduce must be a function or None; got 3"),
         (lambda: Record(reduce=print, out="run.zarr"), r"without out=; got .* and out='run.zarr'"),
     ):
         with pytest.raises(SettingError, match=text):

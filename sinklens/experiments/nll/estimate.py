@@ -32,7 +32,7 @@ from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
-from sinklens.utils.arguments import Count, NonNegative, checked
+from sinklens.utils.arguments import Count, NonNegative, Seed, checked
 
 
 @checked
@@ -47,7 +47,7 @@ def likelihood(
     masking: Masking = "count",
     exact: bool = False,
     cfg_scale: float = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     chat_template: bool | str = False,
     batch_size: int | None = None,
     cache: Policy | str | None = None,
