@@ -45,7 +45,7 @@ class ControlWarning(UserWarning):
 
 
 class SettingError(SinklensError, ValueError):
-    """An argument, or a setting of a sampler, is unknown, of another type or out of range."""
+    """An argument or a sampler setting is unknown, of the wrong type, or out of range."""
 
 
 class HookNameError(SinklensError, KeyError):

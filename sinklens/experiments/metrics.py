@@ -200,7 +200,7 @@ class _MetricReader(Reader):
             real = run.real if real is None else real
             undecided = canvas.now.undecided & real[:, : ids.shape[1]].to(ids.device)
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
-                first = hook.forward_pass.first(size)  # of the queries, or of the block among them
+                first = hook.forward_pass.first(size)  # where the logits begin: all queries, or their last block
                 ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
             self.found.keep(self.numbers, hook.step or 0, (value.detach().float(), ids, undecided))
 

@@ -45,8 +45,9 @@ class Ablate(AtPositions):
         positions, where: positions whose values are replaced.
 
     Raises:
-        SettingError: a missing reference, or one without a use. In a run: a point without such values; the mean without
-            a reference in a step that computes a part of the canvas, under a cache policy or with cached blocks.
+        SettingError: a missing reference, or one without a use. In a run: a point without a value at each position, or
+            for "skip" without a stream; the mean without a reference in a step that computes a part of the canvas,
+            under a cache policy or with cached blocks.
     """
 
     within_step: ClassVar[bool] = True

@@ -258,7 +258,7 @@ class Places:
         return KeyMask(mask[:, :, None], rows[:, None].to(device))
 
     def of_layers(self, hook: Point) -> StepPlaces | None:
-        """The keys of every layer of the pass of a point; None where `keys_at` has to be asked for each."""
+        """The places of all layers in a point's pass; None where `keys_at` has to be asked for each layer."""
         step = int(hook.step or 0)
         found = self._of_step(step) if self._together and self._in_step(step) else None
         if found is None or not found.by_layer or hook.forward_pass.keys != range(found.mask.shape[-1]):
@@ -308,7 +308,7 @@ class Places:
 
 
 def index_mask(indices: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, " index"]:
-    """True at `indices`, of `size`."""
+    """True at `indices`, in a mask of length `size`."""
     chosen = torch.zeros(size, dtype=torch.bool, device=device)
     chosen[list(indices)] = True
     return chosen

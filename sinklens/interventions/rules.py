@@ -428,7 +428,7 @@ class Where(Rule):
     persistent: bool = False
     same_step: bool = False
     source: "SinkTrack | Generation | Literal['itself']" = ITSELF
-    of: Annotated[tuple[int, int], Words("a layer and a head, (layer, head)")] | None = None
+    of: Annotated[tuple[int, int], Words("a pair (layer, head)")] | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)

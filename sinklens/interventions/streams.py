@@ -71,9 +71,8 @@ class Steer(AtPositions):
         given = self.direction.values if isinstance(self.direction, Directions) else self.direction
         sizes = [model.cfg.n_layers, model.cfg.d_model]
         require(
-            isinstance(given, Tensor) and list(given.shape) in (sizes, sizes[1:]),
-            f"direction must have shape {sizes[1:]} or {sizes}, a tensor; got "
-            f"{list(given.shape) if isinstance(given, Tensor) else type(given).__name__}.",
+            list(given.shape) in (sizes, sizes[1:]),
+            f"direction must be a tensor of shape {sizes[1:]} or {sizes}; got {list(given.shape)}.",
         )
         layers, directions = self.chosen_layers(model), given.detach().float().expand(*sizes)
         norms = directions.norm(dim=-1, keepdim=True)

@@ -75,7 +75,7 @@ def find_checkpoint(
             returned; a name on the hub, whose files are downloaded and cached.
         revision: branch, tag or commit on the hub; None means the main branch.
         weights: whether they are downloaded too.
-        otherwise: what a caller does whose name on the hub begins like a folder here.
+        otherwise: what the error advises if a hub name begins with the name of a local folder.
 
     Raises:
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder or is missing

@@ -171,7 +171,7 @@ class HookSource(ABC):
 
         Raises:
             SettingError: a restriction is refused, or empty and would silently change nothing; or an attribute has
-                another type or is out of range.
+                the wrong type or is out of range.
         """
         if "__dataclass_fields__" in vars(type(self)):  # a class with its own __init__ may keep its arguments elsewhere
             check_arguments(self)

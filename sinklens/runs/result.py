@@ -133,7 +133,7 @@ class Generation(Trajectory):
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
-    ARGUMENT: ClassVar[str] = "a run, as returned by sinklens.generate, or a trace after its block"
+    ARGUMENT: ClassVar[str] = "a run (from sinklens.generate, or a trace after its block)"
 
     real: Bool[Tensor, "batch pos"]
     prompt_length: int

@@ -95,7 +95,7 @@ class SinkTrack(TrackData):
         Shorter prompts are padded on the left; runs that ended earlier are padded with missing (NaN) steps.
 
         Raises:
-            SettingError: `tracks` is something else.
+            SettingError: `tracks` is neither a track nor a list of tracks.
             TrackError: no tracks, or runs that differ in model, settings or recorded quantities.
         """
         return cls(files.concat([track.data for track in tracks]))

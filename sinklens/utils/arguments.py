@@ -19,14 +19,14 @@
 from it. Ranges are written as for pydantic and hypothesis, with
 `annotated_types` in `Annotated`.
 
-A public function reads its arguments in the same way, before it begins, with the decorator `checked`.
+The decorator `checked` checks the arguments of a public function in the same way, before it runs.
 
-Where a list is declared, one value stands for a list of one. Values are described in errors by `Words`, or by the
-`ARGUMENT` of a class.
+Where a `Sequence` is declared, a single value counts as a list of one. Values are described in errors by `Words`, or by
+the `ARGUMENT` of a class.
 
 Limitation: values are checked against None, bool, int, float, str, `Literal`, classes, lists and unions of these, dicts
-and functions. Any other type, such as a protocol or one marked `Unread`, accepts every value, and so does a name in
-quotes that exists for type checkers alone; the code that uses the value checks it.
+and functions. Any other type, such as a protocol or one marked `Unread`, accepts every value, and so does a quoted name
+that is imported only for type checking and that `sinklens` does not export; the code that uses the value checks it.
 """
 
 import builtins
@@ -220,8 +220,10 @@ def meanings(docstring: str | None) -> dict[str, str]:
 
 
 class _Names(dict[str, Any]):
-    """The names that an annotation in quotes may use; those that exist for type checkers alone are the package's own,
-    or stand for any type."""
+    """The names that a quoted annotation may use.
+
+    A name imported only for type checking is looked up in `sinklens`; if it is not there, any value is accepted.
+    """
 
     def __missing__(self, name: str) -> Any:
         return getattr(sys.modules["sinklens"], name, Any)
@@ -239,7 +241,7 @@ def _resolved(annotation: Any, declared: Callable[..., Any]) -> Any:
 
 
 def _held(kinds: Sequence[Any], given: Any) -> str:
-    """Which attribute of a wrong value is a right one, e.g. ``sinks`` of a run that was given for its track."""
+    """A hint that names an attribute of the wrong value that is right, e.g. ``sinks`` of a run given for its track."""
     held = [
         name for name, value in getattr(given, "__dict__", {}).items()
         if any(hasattr(kind, "ARGUMENT") and isinstance(value, kind) for kind in map(_bare, kinds))

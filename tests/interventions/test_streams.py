@@ -51,7 +51,7 @@ def test_a_direction_is_taken_after_the_hooks_that_plant_a_behavior(worded):
 REFUSED = [
     (
         lambda model: watch(model, [LONG], [Steer(torch.ones(25))]),
-        r"direction must have shape \[24\] or \[3, 24\], a tensor; got \[25\]",
+        r"direction must be a tensor of shape \[24\] or \[3, 24\]; got \[25\]",
     ),
     (
         lambda model: watch(model, [LONG], [Steer([1.0] * 24)]),
