@@ -221,7 +221,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
     answer = run.answers[row]
-    steps = answer.tokens + answer.ended if run.causal else run.steps_run  # of an autoregressive run, up to its end
+    steps = answer.tokens + answer.ended if run.causal else int(run.active[row].sum())  # without those it waited in
     length = steps if run.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
     text, tokens, keys = answer.text or "", run.tokens[row, where].tolist(), run.control_keys
