@@ -344,8 +344,8 @@ def _structure(folder: Path, state: tuple[int, ...]) -> None:
 
 def _stored_version(database: sqlite3.Connection, folder: Path) -> int:
     """The version of a database; 0 before its tables exist."""
-    ((version,),) = database.execute("PRAGMA user_version")
-    ((tables,),) = database.execute("SELECT count(*) FROM sqlite_master")
+    both = "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+    ((version, tables),) = database.execute(both)  # at one moment: another process may be making the tables
     require(
         version == VERSION or (not version and not tables),
         f"{folder / FILE} has format {version}; this version reads {VERSION}.",
