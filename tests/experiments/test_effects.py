@@ -253,7 +253,7 @@ def test_what_cannot_be_compared_is_refused(tiny_llada):
         ),
     ]  # fmt: skip
     for given in ("Question: 1 + 1?", None, torch.zeros(1, 2, 3)):
-        kind = rf"must be a run, .* got {'Tensor' if given is not None and len(given) == 1 else repr(given)[:9]}"
+        kind = rf"must be a run .* got {'Tensor' if given is not None and len(given) == 1 else repr(given)[:9]}"
         calls += [
             (lambda given=given: compare(given, run), f"base {kind}"),
             (lambda given=given: compare(run, given), f"changed {kind}"),

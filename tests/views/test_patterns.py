@@ -121,7 +121,7 @@ REFUSED = [
     (lambda run, bare: writer_bars(run), "table must be a table of sinklens.experiments.write_attribution; got Gen"),
     (lambda run, bare: sink_map(run), r"track must be a sink track, .*; got Generation.* Pass its \.sinks\."),
     (lambda run, bare: pattern_at(run, True, 0), "step must be an integer; got True"),
-    (lambda run, bare: pattern_at("run", 0, 0), r"run must be a run, .* got 'run'"),
+    (lambda run, bare: pattern_at("run", 0, 0), r"run must be a run .* got 'run'"),
 ]
 
 
