@@ -182,9 +182,8 @@ def _blocks(
                 rows = slice(begin, begin + step)
                 shift = start[row, head, rows, None].float()
                 scores = buffer[: shift.numel() * keys].view(*shift.shape[:2], keys)
-                scores.baddbmm_(q[:, rows], k, beta=0, alpha=scale * unit).add_(
-                    shift
-                )  # faster than copying shift first
+                # faster than a product that is added to a copy of `shift`
+                scores.baddbmm_(q[:, rows], k, beta=0, alpha=scale * unit).add_(shift)
                 if full_mask is not None:
                     part = full_mask[row, head]
                     scores.add_(

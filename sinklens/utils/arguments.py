@@ -21,7 +21,8 @@ from it. Ranges are written as for pydantic and hypothesis, with
 
 The decorator `checked` checks the arguments of a public function in the same way, before it runs.
 
-Where a `Sequence` is declared, a single value counts as a list of one. Values are described in errors by `Words`, or by
+Where a `Sequence` is declared, a single value counts as a list of one. Where an array is declared, whatever NumPy reads
+as one, such as a list or a tensor, is left to the code that uses it. Values are described in errors by `Words`, or by
 the `ARGUMENT` of a class.
 
 Limitation: values are checked against None, bool, int, float, str, `Literal`, classes, lists and unions of these, dicts
@@ -44,6 +45,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
 from sinklens.errors import SettingError
@@ -271,7 +273,12 @@ def _read(kind: Any, given: Any) -> Any:
         return given
     bare = getattr(bare, "array_type", bare)  # jaxtyping's; the axes are checked where they are used
     try:
-        fits = isinstance(given, bare) or issubclass(getattr(type(given), "STANDS_FOR", object), bare)
+        fits = (
+            isinstance(given, bare)
+            or issubclass(getattr(type(given), "STANDS_FOR", object), bare)
+            or (bare is bool and isinstance(given, np.bool_))
+            or (bare is np.ndarray and (isinstance(given, list | tuple) or hasattr(given, "__array__")))
+        )
         return given if fits else REFUSED
     except TypeError:  # a type that cannot be checked, such as a protocol
         return given
@@ -319,7 +326,7 @@ def _described(kind: Any) -> list[str]:
     if get_origin(bare) in LISTS:
         return [f"a list of {MANY.get(one := _bare(get_args(bare)[0]), getattr(one, '__name__', 'values'))}"]
     if hasattr(bare, "array_type"):
-        return [f"a {bare.array_type.__name__} [{', '.join(bare.dim_str.split())}]"]
+        return [f"{'an array' if bare.array_type is np.ndarray else 'a tensor'} [{', '.join(bare.dim_str.split())}]"]
     name = getattr(bare, "__name__", str(bare))
     own = getattr(bare, "ARGUMENT", f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
     return KNOWN.get(get_origin(bare) or bare, [own])

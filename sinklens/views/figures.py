@@ -25,6 +25,7 @@ from sinklens.utils.arguments import checked
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import ColorType
 
 MASKED = "#c6dbef"
 PATH = COLOURS[1]
@@ -95,8 +96,8 @@ def sink_path(
     row: int = 0,
     ax: "Axes | None" = None,
     *,
-    color: str = PATH,
-    shade: str = MASKED,
+    color: "ColorType" = PATH,
+    shade: "ColorType" = MASKED,
     caption: bool = True,
 ) -> "Axes":
     """Position of the strongest key against step: every head faintly, one highlighted (the paper's Fig. 7).

@@ -135,7 +135,7 @@ REFUSED = [
     ),
     (lambda model: Where(top_k=1, of=(2,)), r"of must be a pair \(layer, head\) or None; got \(2,\)"),
     (lambda model: ForceTokens([3]), r"tokens must be a dict of positions and token ids, such as .*; got \[3\]"),
-    (lambda model: Steer([1.0]), r"direction must be a Tensor \[\*layer, d_model\] or a Directions; got \[1\.0\]"),
+    (lambda model: Steer([1.0]), r"direction must be a tensor \[\*layer, d_model\] or a Directions; got \[1\.0\]"),
     (lambda model: Where(top_k=1) and OfKind("digit"), r"combine rules with &, \| and ~"),
     (
         lambda model: Louder(heads=[1]).hooks_for(model),

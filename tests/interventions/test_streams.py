@@ -55,7 +55,7 @@ REFUSED = [
     ),
     (
         lambda model: watch(model, [LONG], [Steer([1.0] * 24)]),
-        r"direction must be a Tensor \[\*layer, d_model\] .*; got \[1\.0",
+        r"direction must be a tensor \[\*layer, d_model\] .*; got \[1\.0",
     ),
     (
         lambda model: watch(model, [LONG], [Steer(torch.zeros(24), mode="set")]),

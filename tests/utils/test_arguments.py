@@ -104,7 +104,8 @@ def test_a_function_declares_its_named_arguments():
         (Annotated[float, Gt(0), Lt(1)], 0.5), (Sequence[int] | None, range(3)), (Sequence[int], np.arange(2)),
         (Sequence[str], []), (tuple[int, int], [0, 4]), (tuple[str, ...], ("a", "b", "c")), (Mapping[int, Any], {1: 2}),
         (Callable[[int], int], len), (str | Path, Path("a")), (Float[Tensor, "layer d_model"], torch.zeros(2)),
-        (Annotated[int, Unread], "a"),
+        (Annotated[int, Unread], "a"), (bool, np.bool_(True)), (Float[np.ndarray, " place"], [1.0]),
+        (Float[np.ndarray, " place"], torch.zeros(1)),
     ],
 )  # fmt: skip
 def test_a_value_of_the_declared_type_is_kept(kind, given):
@@ -144,7 +145,7 @@ def test_a_value_of_the_declared_type_is_kept(kind, given):
         (Mapping[int, int], [3], "it must be a dict; got [3]."),
         (Callable[[int], int] | None, 3, "it must be a function or None; got 3."),
         (str | Path, 3, "it must be a text or a path; got 3."),
-        (Float[Tensor, "layer d_model"], [1.0], "it must be a Tensor [layer, d_model]; got [1.0]."),
+        (Float[Tensor, "layer d_model"], [1.0], "it must be a tensor [layer, d_model]; got [1.0]."),
         (int, torch.zeros(2, 2), "it must be an integer; got Tensor."),
     ],
 )  # fmt: skip

@@ -54,10 +54,10 @@ def test_the_most_moving_and_the_stillest_head_and_ties_between_them(planted):
 
 
 def test_the_highlighted_path_is_that_of_the_requested_head(planted):
-    ax = sink_path(planted, 0, 1, color="#00ff00", shade="#0000ff")
+    ax = sink_path(planted, 0, 1, color=(0.0, 1.0, 0.0), shade="#0000ff")
     highlighted = next(line for line in ax.get_lines() if line.get_label() == "layer 0, head 1")
     assert (highlighted.get_xdata().tolist(), highlighted.get_ydata().tolist()) == ([0, 1, 2, 3], [0, 4, 2, 3])
-    assert highlighted.get_color() == "#00ff00"
+    assert highlighted.get_color() == (0.0, 1.0, 0.0)
     shaded = (ax.get_images()[0].get_array() == (0, 0, 1, 1)).all(-1)
     assert shaded.T.tolist() == planted.data["masked"].to_numpy()[0].tolist()
 
