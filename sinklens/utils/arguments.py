@@ -235,10 +235,10 @@ def _resolved(annotation: Any, declared: Callable[..., Any]) -> Any:
     """An annotation without quotes; any type without an annotation."""
     if not isinstance(annotation, str):
         return Any if annotation is REQUIRED else annotation
-    known = _Names({**vars(builtins), **vars(sys.modules[declared.__module__])})
+    module = sys.modules.get(declared.__module__, builtins)  # a script that runpy ran is there no more
     try:
-        return eval(annotation, {}, known)
-    except (AttributeError, TypeError):  # Any has neither attributes nor arguments
+        return eval(annotation, {}, _Names({**vars(builtins), **vars(module)}))
+    except (AttributeError, SyntaxError, TypeError):  # Any has neither attributes nor arguments
         return Any
 
 

@@ -58,7 +58,7 @@ class Window(Base):
 
     share: Share | None = None
     by: Literal["score", "mass"] = "score"
-    mode: "Any" = None
+    mode: "of any type" = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
