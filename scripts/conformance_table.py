@@ -3,7 +3,7 @@
 The reference outputs are read from the folder given as argument, by default from the archives in tests/reference_data.
 Differences are the largest absolute ones in float32. Sink scores are computed from the log-sum-exp of fused
 attention and compared with the column sums of the explicit pattern of the same model. A run counts as equal if all of
-its canvases, and its result, equal the reference's token for token. docs/models.md names the stored runs that are not
+its canvases, and its result, equal the reference's token for token. docs/models.md counts the stored runs that are not
 repeated because they show a defect of a reference.
 """
 

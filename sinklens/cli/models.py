@@ -150,11 +150,13 @@ def models() -> None:
 
     register_installed()
     say("Shipped checkpoints (by name):", *(f"  {name}" for name in shipped_names()), "")
-    names = (fetching.BASE, *fetching.ARMS)
-    say(f"By name, after `sinklens fetch {fetching.BASE}`:", *(f"  {name}" for name in names), "")
+    say(
+        f"By name, after `sinklens fetch {fetching.BASE}`:",
+        *(f"  {name}" for name in (fetching.BASE, *fetching.ARMS)),
+        "",
+    )
     say("Families (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):")
     for family in FAMILIES.values():
-        kinds = f"model_type {', '.join(family.model_types)}"
-        if family.classes:
-            kinds += f" or architectures {', '.join(family.classes)}"
-        say(f"  {family.name:10s} {kinds}; sampler {family.sampler}", f"{'':13s}verified: {family.verified}")
+        say(f"  {family.name:10s} {family.recognized}; sampler {family.sampler}")
+        about = {"checkpoints": family.checkpoints, "verified": family.compared}
+        say(*(f"{'':13s}{name}: {what}" for name, what in about.items() if what))

@@ -1,14 +1,33 @@
 """Verify a checkpoint: is it what it should be, does sinklens show what it computes, does the study hold for it?
 
-`verify` runs a list of checks. The first ones are about the checkpoint: fingerprint, self-check, signs of damage
-(soundness.py), a fixed prompt, accuracy beside the published score. The others are statements of the study (Rulli et
-al., 2510.15731): sinks exist, they move over the steps, and masking K of them costs little. Each check states what was
-expected, what was found with its interval, and whether the two agree. A report is written as JSON and as a Markdown
-table.
+`verify` runs a list of checks. Each states what was expected, what was found with its interval, and whether the two
+agree. A report is written as JSON and as a Markdown table. These checks are about the checkpoint:
 
-Caveat: with 50 problems an accuracy is known to about 0.13, so a check that passes excludes only large errors. A
-statement with an interval that includes both outcomes is open, neither right nor wrong. Only the
-shipped models have fingerprints.
+- *fingerprint*: weights, config and tokenizer are those expected (``--fingerprint``, or those of a shipped model);
+  otherwise it is recorded.
+- *self-check*: hook points show what the model computes.
+- *loss*, *undone damage* and *layers*: no sign of damage (soundness.py).
+- *fixed prompt*: two runs are equal, and no position stays masked.
+- *accuracy*: Newcombe's interval of the difference from the published score, or from ``--score``, includes 0, on the
+  first 50 problems of GSM8K under a protocol that has a published score; for shipped models, on their own word
+  problems.
+
+The others are statements of the study (Rulli et al., 2510.15731), in italics in a report. If one fails, that is a
+finding about the model:
+
+- *sinks exist*: above 0 and at most 4 % of the positions are sinks by the study's definition with ε = 3, in column
+  sums.
+- *sinks move*: the strongest key of a head with a sink changes in more than 5 % of the steps; in an autoregressive
+  model, in at most 5 %.
+- *masking K sinks*: the interval of the paired cost overlaps that of the model's cost in the study's Table 1; if the
+  table has none, masking 1 or 5 costs at most 0.05 (in an autoregressive model, more than 0.05). A cost is accuracy
+  without masking minus accuracy with it: positive if accuracy is lost.
+
+The thresholds of 4 %, 5 % and 0.05 are partly the study's and partly ours; a share of positions depends on the length
+of the text. An outcome is *open* if the 95 % interval allows both, and *recorded* if nothing is expected.
+
+Limitation: with 50 problems, an accuracy is known to about 0.13, so a check that passes excludes only large errors.
+Only the shipped models have fingerprints.
 """
 
 import json

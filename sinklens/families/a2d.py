@@ -1,15 +1,21 @@
 """dLLM's converted Llama and Qwen: trained by masked diffusion (decoded as LLaDA) or by block diffusion (BD3LM).
 
+Their ``model_type`` (a2d-llama, a2d-qwen2, a2d-qwen3) does not say how they were trained, so they are refused without a
+choice: ``family="a2d-qwen3"``, or ``family="bd3lm-qwen3"`` with ``block_length=``. Without ``family=``,
+``block_length=`` chooses block diffusion. OPDLM is ``load(..., family="bd3lm-qwen3", block_length=4)``; it was not
+compared separately. Models trained by masked diffusion are decoded with `llada`.
+
 dLLM's sampler for models trained with block diffusion (BD3LM): blocks from left to right, a float32 schedule.
 
 Prompts are padded on the left to a whole number of blocks, so a block never holds prompt and answer; the last block may
-be shorter. Within a block, the sampler is LLaDA's with another schedule (`decisions.linear_schedule`).
+be shorter. Within a block, the sampler, `bd3lm`, is LLaDA's with another schedule (`decisions.linear_schedule`).
 
 Where the published implementation depends on the batch or on accidental tokens, this sampler does not: a row whose
 finished block contains an end token ends there (the reference continues it until all rows have ended), and a generated
 padding token is an ordinary token (the reference hides it from the next block on).
 
-The sampler in the model card of dLLM's BD3LM checkpoints: blocks that begin inside the prompt's last block.
+`bd3lm-card` is the sampler in the model card of dLLM's BD3LM checkpoints: blocks that begin inside the prompt's last
+block.
 
 Blocks are counted from a row's first token, so the first one completes the prompt's last block. While it is decoded,
 the prompt tokens in it do not see the answer (`Blocks.sealed`), because the model card's code computes their keys
@@ -127,6 +133,7 @@ FAMILIES = (
         needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DLlamaLMHeadModel",),
+        checkpoints="Llama that dLLM adapted to masked diffusion",
     ),
     Family(
         name="bd3lm-llama",
@@ -141,6 +148,7 @@ FAMILIES = (
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DLlamaLMHeadModel",),
+        checkpoints="Llama that dLLM adapted to block diffusion (BD3LM)",
     ),
     Family(
         name="a2d-qwen2",
@@ -152,6 +160,7 @@ FAMILIES = (
         needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DQwen2LMHeadModel",),
+        checkpoints="Qwen2 that dLLM adapted to masked diffusion",
     ),
     Family(
         name="bd3lm-qwen2",
@@ -166,6 +175,7 @@ FAMILIES = (
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DQwen2LMHeadModel",),
+        checkpoints="Qwen2.5 that dLLM adapted to block diffusion (BD3LM)",
     ),
     Family(
         name="a2d-qwen3",
@@ -177,6 +187,7 @@ FAMILIES = (
         needed=THETA,
         regime=MASKED_DIFFUSION,
         own_classes=("A2DQwen3LMHeadModel",),
+        checkpoints="Qwen3 that dLLM adapted to masked diffusion",
     ),
     Family(
         name="bd3lm-qwen3",
@@ -191,6 +202,8 @@ FAMILIES = (
         blocks_start="column",
         regime=BLOCK_DIFFUSION,
         own_classes=("A2DQwen3LMHeadModel",),
+        checkpoints="Qwen3 that dLLM adapted to block diffusion (BD3LM), OPDLM",
+        parameters=(596_049_920,),
     ),
 )
 SAMPLERS = (

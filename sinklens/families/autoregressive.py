@@ -1,4 +1,6 @@
-"""Autoregressive models: transformers' own classes, decoded from left to right.
+"""Autoregressive models: the classes of transformers, decoded from left to right.
+
+The numbers of parameters are those of Llama-3.1-8B and of the small GPT-2.
 
 Left-to-right decoding with the hook names of a denoising run: a step decodes one token.
 
@@ -103,10 +105,13 @@ FAMILIES = (
         model_types=("llama",),
         architecture="llama",
         sampler="autoregressive",
-        verified="logits equal transformers' own on tiny weights; Llama-3.1-8B built at full size, not run",
+        verified="logits equal transformers' own on tiny weights and on SmolLM2-135M-Instruct's; the greedy text of "
+        "tiny-llama does, too",
         causal=True,
         required=ROTATION,
         own_classes=("LlamaForCausalLM",),
+        checkpoints="Llama",
+        parameters=(8_030_261_248,),
     ),
     Family(
         name="qwen2",
@@ -117,6 +122,7 @@ FAMILIES = (
         causal=True,
         required=ROTATION,
         own_classes=("Qwen2ForCausalLM",),
+        checkpoints="Qwen2",
     ),
     Family(
         name="qwen3",
@@ -127,6 +133,7 @@ FAMILIES = (
         causal=True,
         required=ROTATION,
         own_classes=("Qwen3ForCausalLM",),
+        checkpoints="Qwen3",
     ),
     Family(
         name="qwen3-moe",
@@ -137,13 +144,14 @@ FAMILIES = (
         causal=True,
         required=ROTATION,
         own_classes=("Qwen3MoeForCausalLM",),
+        checkpoints="Qwen3-MoE",
     ),
     Family(
         name="gpt2",
         model_types=("gpt2",),
         architecture="gpt2",
         sampler="autoregressive",
-        verified="logits equal transformers' own on tiny weights; GPT-2 small built at full size, not run",
+        verified="logits and patterns equal transformers' own on tiny weights",
         causal=True,
         required={"add_cross_attention": (False,)},
         renames=GPT2_RENAMES,
@@ -151,6 +159,8 @@ FAMILIES = (
         dropped=GPT2_DROPPED,
         foreign=r"(denoise_model|embed_tokens)\.",
         own_classes=("GPT2LMHeadModel",),
+        checkpoints="GPT-2",
+        parameters=(124_439_808,),
     ),
 )
 SAMPLERS = (AutoregressiveSettings,)

@@ -20,7 +20,7 @@ FAMILY_KEY = "sinklens_family"
 """Key of config.json that names the family of a checkpoint whose ``model_type`` several families share."""
 Required = Mapping[str, tuple[str | int | list[int] | None, ...]]
 """Keys that a published class of the family reads, and the values at which it computes the same as our class."""
-VERIFIED = "logits, patterns and greedy canvases equal the reference code's on tiny weights; full size built, not run"
+VERIFIED = "logits, patterns and greedy canvases equal the reference code's on tiny weights"
 VERIFIED_WITH_ROUTING = VERIFIED.replace("patterns", "patterns, routing")
 THETA = ("rope_theta",)
 ROTATION: Required = {"partial_rotary_factor": (1, None)}
@@ -74,6 +74,8 @@ class Family:
         mask_is_last: whether the last id of the vocabulary is used instead in this case.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
         verified: how far agreement with the reference code was checked.
+        checkpoints: names of the published checkpoints.
+        parameters: their numbers of parameters, as far as their models were built at full size, without weights.
         model_class: transformers' auto class that builds the model.
         module: the module that defines the class, and registers it with transformers; "" for a class of transformers.
         class_attention: name of the attention if transformers' class decides which of its passes are causal; "" if
@@ -132,6 +134,8 @@ class Family:
     bound: str = "masks"
     modes: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
+    checkpoints: str = ""
+    parameters: tuple[int, ...] = ()
 
     @property
     def stock(self) -> bool:
@@ -143,6 +147,19 @@ class Family:
         """What it was trained with: "causal", "block-causal", "bidirectional", "per-pass" or `class_attention`."""
         usual = "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
         return self.class_attention or ("per-pass" if self.modes else usual)
+
+    @property
+    def recognized(self) -> str:
+        """What identifies its checkpoints: keys of config.json, or what `sinklens.load` is given."""
+        config = {"model_type": self.model_types, "architectures": self.classes}
+        keys = " or ".join(f"{key} {', '.join(names)}" for key, names in config.items() if names)
+        return (keys or f'family="{self.name}"') + " with family= or block_length=" * bool(self.regime)
+
+    @property
+    def compared(self) -> str:
+        """`verified`, and the sizes of the models that were built without weights."""
+        sizes = " and ".join(f"{number:,}" for number in self.parameters)
+        return self.verified + f"; full size ({sizes} parameters) built, not run" * bool(sizes)
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:

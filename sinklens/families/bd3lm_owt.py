@@ -1,23 +1,25 @@
-"""BD3-LM: block diffusion of a DiT (dit.py).
+"""BD3-LM: block diffusion of a DiT.
 
 The sampler of BD3-LM's authors: block after block, one token per step or as many as the time allows.
 
 A block begins at time 1. With `first_hitting`, the time falls to t · u^(1/m) in every step, where m positions of the
 block are masked and u is a uniform random number; then one of the m positions, drawn uniformly, gets a token. Without
 it, the time falls in equal steps to 0. A step from t to s decides each masked position with probability 1 − s/t, and
-the step at time 0 decides all that are left; the published code writes token 0 there.
+the step at time 0 decides all that are left. The published code writes token 0 there, a defect that one stored run
+shows; here, these positions draw their tokens like all others.
 
 Rows are independent: each row's block has its own time, and a row whose block is finished waits for the others.
 ``denoise.hook_uniform`` holds the numbers that tokens are drawn with, ``denoise.hook_commit`` the position that
 `first_hitting` drew, and ``hook_time`` the noise level; writing those of an earlier run there repeats it.
 
-The text begins with the start token, which is part of the prompt.
+The text begins with the start token, which is part of the prompt. All prompts have the same length.
 
 With `sliding`, the text may be longer than the context. The published code then caches the keys and values of finished
 blocks, drops the oldest when the cache is full, and rotates the others again from position 0. A query therefore sees
 the latest blocks that fit into the context, at their distances, and the keys of these blocks saw the blocks that fit
 before them. Here every pass computes the complete text under this rule, with the same result: scores depend on
-distances only.
+distances only; no keys are cached. In a network that reads the noise level (none is public), the two differ: cached
+keys keep the level at which their block was finished.
 
 With `var_length`, a row ends at its second end token (the start token counts where it is the same token), or when it
 repeats itself: the entropy of its last 256 tokens is below 4 nats. Both are checked after each block, once the text is
@@ -242,6 +244,8 @@ FAMILIES = (
         blocks_start="column",
         unconditional=False,
         own_classes=("BD3LM",),
+        checkpoints="bd3lm-owt-block_size4, 8, 16 (the authors' BD3-LM)",
+        parameters=(169_627_218, 424_477_010),
     ),
 )
 SAMPLERS = (Bd3lmOwtSettings,)

@@ -1,5 +1,10 @@
 """DiffuLLaMA and DiffuGPT: Llama and GPT-2 without the causal mask, whose logits predict the next position.
 
+**Nothing in their files says that they are diffusion models.** Without ``family=``, DiffuLLaMA loads as an ordinary,
+causal Llama, without a warning. The mask token is the tokenizer's. Without one, DiffuLLaMA's is 811, an ordinary token,
+as in the authors' loader, and DiffuGPT's must be passed as ``mask_token_id=`` (the small model's is 10541, and its
+number of parameters is the one given).
+
 DiffuLLaMA's and DiffuGPT's samplers: proposals everywhere, decided at random or by their probability.
 
 Step t of T − 1, …, 0 proposes a token at every undecided position. With order "random", it decides each of them with
@@ -8,7 +13,8 @@ probability 1 / (t + 1). With "confidence", the lowest proposals of the complete
 step may leave fewer undecided than the schedule says. The last step decides everything.
 
 A position is undecided until it is decided, whatever token it holds: a drawn mask token is a decision, and one in the
-prompt is text.
+prompt is text, as in the authors' samplers: it stays, is not a mask in tracks, and may be scored by `likelihood`. A
+single pass cannot distinguish it from a mask.
 
 Pitfall: nothing ends an answer. Text after an end token belongs to the answer, as its length was chosen beforehand.
 """
@@ -89,21 +95,23 @@ FAMILIES = (
         model_types=(),
         architecture="llama",
         sampler="diffullama",
-        verified="logits, patterns, stream and canvases equal the reference code's on tiny weights; full size "
-        "built, not run",
+        verified="logits, patterns, stream and, given its random numbers, canvases equal the reference code's on tiny "
+        "weights",
         shift=True,
         required=ROTATION,
         mask_token_id=811,
         drawn=True,
         unconditional=True,
+        checkpoints="DiffuLLaMA",
+        parameters=(6_738_415_616,),
     ),
     Family(
         name="diffugpt",
         model_types=(),
         architecture="gpt2",
         sampler="diffullama",
-        verified="logits, patterns, stream and canvases equal the reference code's on tiny weights; full size "
-        "built, not run",
+        verified="logits, patterns, stream and, given its random numbers, canvases equal the reference code's on tiny "
+        "weights",
         shift=True,
         required={"add_cross_attention": (False,)},
         renames={r"^embed_tokens\.": "transformer.wte.", r"^denoise_model\.": "transformer.", **GPT2_RENAMES},
@@ -112,6 +120,8 @@ FAMILIES = (
         rows_of="transformer.wte.weight",
         drawn=True,
         unconditional=True,
+        checkpoints="DiffuGPT-s, -m",
+        parameters=(124_439_808,),
     ),
 )
 SAMPLERS = (DiffuLlamaSettings,)

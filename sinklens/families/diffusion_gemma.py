@@ -1,5 +1,31 @@
 """DiffusionGemma: an encoder and a decoder, a class of transformers.
 
+A causal encoder reads the text and writes keys and values; a layer with a sliding window keeps only the last of them. A
+decoder with the same layers works on a canvas of random tokens, which sees the cached keys and itself.
+
+- ``load`` takes a folder or a ``DiffusionGemmaForBlockDiffusion``. The defaults of a run are those of
+  generation_config.json and of ``canvas_length``. Images, and prompts with the image token, are refused.
+- The encoder's points are ``encoder.hook_embed``, ``encoder.blocks.{l}.…`` and ``encoder.ln_final.…``; they are reached
+  in the first step of a canvas. The decoder reads the encoder's keys and values as hooks left them, and nothing else: a
+  later edit in the encoder's last layer has no effect.
+- ``hook_pattern`` of the decoder has the canvas's queries, and as keys those of the text in reach and of the canvas;
+  ``hook.key_positions`` gives their positions in the text. A recorded score is at its position; positions out of reach
+  are NaN. ``track.on_canvas`` splits the scores into those of the canvas and those of the text before it.
+- In a single pass, ``model(ids)``, the last ``canvas_length`` tokens are the canvas, and the logits are those of the
+  canvas; ``self_conditioning=`` gives the logits of the step before.
+- ``run.undecided`` marks noise; ``track.decided``, ``track.renoised`` and ``track.edited`` follow a position from step
+  to step. ``start_canvas=`` gives the first canvas.
+- Each row has a separate random generator, which draws only until the row's canvas is finished, so its tokens do not
+  depend on its batch. With the draws of transformers' ``generate`` in place of its own (hooks at
+  ``denoise.hook_candidates`` and ``denoise.hook_renoise``), all eight stored runs agree in every pass.
+- Differences from ``generate``: ``gen_length`` must be a multiple of ``canvas_length`` (transformers rounds it up), and
+  the run's random numbers are sinklens's own.
+- The full-size text model was built from sizes that third-party loaders list; the published config.json was not read.
+- Not available: ``start_at_layer``, ``stop_at_layer``, the points of ``set_use_split_qkv_input`` and
+  ``set_use_attn_in``, ``same_step=True``, which would need a second encoder pass, and interventions other than
+  `MaskKeys`, `Hold` and `Ablate` (and what is short for them), `AblateValues`, `PatchHooks`, `Steer`, `ForceTokens`,
+  `Renoise`, `Activations` and `MaskedLogits`.
+
 DiffusionGemma's sampler: canvas after canvas of random tokens, without a mask token.
 
 A *canvas* is `canvas_length` positions. It begins as tokens drawn uniformly from the vocabulary. In every step the
@@ -14,7 +40,7 @@ the other rows. The most likely tokens, not the drawn ones, become part of the t
 positions of the canvas only. The encoder runs in the first step of each canvas, over the text that is new; if an edit
 changes tokens that it has read, it reads the text again.
 
-Pitfall: positions that do not exist yet hold -1, which is not a token id.
+Pitfall: in ``run.canvas``, positions that do not exist yet hold -1, which is not a token id.
 """
 
 from collections.abc import Iterator
@@ -237,7 +263,8 @@ FAMILIES = (
         model_types=("diffusion_gemma",),
         architecture="diffusion_gemma",
         sampler="diffusion-gemma",
-        verified="logits equal transformers' own on tiny weights; text only; full size built, not run",
+        verified="logits, patterns, routing and, given its draws, every pass of generate equal transformers' own on "
+        "tiny weights",
         model_class="AutoModelForMultimodalLM",
         class_attention="encoder-decoder",
         masked=False,
@@ -261,6 +288,8 @@ FAMILIES = (
         refused_tokens={"image_token_id": "image"},
         bound="",
         own_classes=("DiffusionGemmaForBlockDiffusion",),
+        checkpoints="DiffusionGemma (text only)",
+        parameters=(25_250_986_752,),
     ),
 )
 SAMPLERS = (DiffusionGemmaSettings,)

@@ -7,8 +7,32 @@ scale and a gate for its attention and for its MLP (adaptive layer norm, "adaLN"
     x = x + gate_2 · mlp(LN_2(x) · (1 + scale_2) + shift_2)
 
 transformers has no class for it, so this one is registered with transformers under the ``model_type`` "adaln_dit", and
-everything else treats it like a class of transformers. The sampler of each family decides which number it passes as the
-time, sigma or t. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
+everything else treats it like a class of transformers.
+
+The networks of SEDD, Duo and GIDD read the noise level. Those of MDLM and BD3-LM are untimed (``time_conditioning`` is
+False): they ignore it, and all modulations are constants. The sampler of each family decides which number it passes as
+the time, sigma or t, and sets it before each step. ``run.time`` records it, and further passes over the canvas of that
+step use the same value. A pass of your own takes ``time=``: ``run.time[:, step]``, which is also ``of_step(run,
+step).time``. An untimed network warns that its ``time=`` has no effect.
+
+Attribution includes the modulation: `hook_result`, `PathPatch`, `edge_attribution`, `write_attribution` and
+`read_attribution` carry the gate, receivers the scale, and both lenses shift and scale the stream at every layer as the
+noise level of the step does:
+
+    given = of_step(run, 3)
+    attribution_patching(model, given.ids, other, metric, names, given.attention_mask, time=given.time)
+
+TransformerLens's decompositions of a cache are refused, because they know no gate, shift and scale.
+
+The prompt is on the canvas in every pass and never changes; the published samplers of Duo, GIDD and ReMDM have no
+prompts. It may be empty, except with `bd3lm-owt`: ``sinklens.generate(model, "", gen_length=64)``, or ids of shape
+[rows, 0]. ``hooks=[Suffix(text=...)]`` fixes text after the answer. ``denoise.hook_confidence`` is the model's
+probability of the token that a position gets, and 0 for a mask; these samplers draw without it, so it cannot be edited.
+Cache policies are for untimed networks.
+
+With `mdlm`, `sedd` and `bd3lm-owt`, a run ends once no position is masked; the published code goes through its
+remaining steps. While nothing is watched, a step skips its pass if neither the canvas nor the noise level that the
+network reads has changed since the last one.
 
 Pitfall: a new network has the initial weights of transformers' classes, so its gates are small random numbers. The
 authors start training with gates and logits of zero.

@@ -187,6 +187,8 @@ FAMILIES = (
         needed=THETA,
         mask_token_id=151666,
         own_classes=("DreamModel",),
+        checkpoints="Dream-v0 Base/Instruct, Dream-Coder, DiffuCoder",
+        parameters=(7_615_616_512,),
     ),
 )
 SAMPLERS = (

@@ -1,12 +1,15 @@
-"""Duo: uniform diffusion of a DiT (dit.py).
+"""Duo: uniform diffusion of a DiT.
 
 Duo's sampler: every token of the canvas may change in every update, and no token is a mask.
 
 Noise is a token drawn uniformly from the vocabulary, so no position shows whether it is decided. All answer positions
 are therefore *undecided* until the last step, which ends the run. To see what a step changed, compare consecutive
-canvases of ``run.canvas``. ``denoise.hook_confidence`` is the model's probability of the token that each position gets.
+canvases of ``run.canvas``. Tokens are drawn in float64.
 
-The published code has no prompts. Here the prompt is on the canvas in every pass and never changes.
+The settings are those of the ψ samplers of s-sahoo/duo; the defaults are ancestral sampling. ``final_step="ancestral"``
+or ``"greedy"``, the published ``noise_removal``, adds a closing step after ``steps`` updates. It counts as a step:
+``run.steps_run`` is then ``steps`` + 1. Guidance, cache policies and `Remask` are refused: a step needs all positions,
+and there is no mask.
 
 Pitfall: `unmask_step` of an answer position is the last step, whenever its token was last changed.
 """
@@ -82,6 +85,8 @@ FAMILIES = (
         required={**DIT_REQUIRED, "time_conditioning": (True,)},
         masked=False,
         own_classes=("DUO",),
+        checkpoints="Duo, Duo-distilled",
+        parameters=(169_627_218, 424_477_010),
     ),
 )
 SAMPLERS = (DuoSettings,)

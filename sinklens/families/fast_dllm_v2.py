@@ -3,9 +3,9 @@
 Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
 
 The model was made from an autoregressive one, so the first token of a block is decided as there: from the last position
-of the finished block before it, in a separate step. It is the most likely token at every temperature. The other
-positions of a block are decided sub-block by sub-block: every step accepts the most confident proposal and all above a
-threshold.
+of the finished block before it, in a separate step (in the reference, in the pass that writes the keys). It is the most
+likely token at every temperature. The other positions of a block are decided sub-block by sub-block: every step accepts
+the most confident proposal and all above a threshold.
 
 Where the published implementation fails, this sampler does not: a prompt of exactly one block is seen (the reference
 ignores it), and a proposed mask token stays masked (the reference never ends).
@@ -13,7 +13,9 @@ ignores it), and a proposed mask token stays masked (the reference never ends).
 With `use_block_cache`, a step computes only the sub-block that it decides, and reads the other keys of the block as
 they were in the block's last complete pass. The complete block is computed in its first step and whenever the first
 position of the sub-block is masked; a finished block is computed once more, with its final tokens, in the step that
-decides the first token of the next one.
+decides the first token of the next one. These are the columns that the reference computes, and its stored run agrees
+token for token. The points of such a step have the computed columns as queries and all columns as keys;
+``attn.hook_fresh`` says which keys the step computed.
 
 Pitfall: keys of the sub-block cache are stale, so its tokens differ from those of a run without it.
 """
@@ -166,6 +168,8 @@ FAMILIES = (
         block_causal=True,
         block_length_key="bd_size",
         own_classes=("Fast_dLLM_QwenForCausalLM",),
+        checkpoints="Fast_dLLM_v2_1.5B, _7B",
+        parameters=(1_543_714_304, 7_615_616_512),
     ),
 )
 SAMPLERS = (FastDllmV2Settings,)

@@ -1,4 +1,4 @@
-"""GIDD: masked and uniform diffusion of a DiT (dit.py).
+"""GIDD: masked and uniform diffusion of a DiT.
 
 GIDD's samplers: from masks to text under masked and uniform noise, and the correction of a finished text.
 
@@ -10,6 +10,16 @@ noise. The network reads the time itself, not a noise level.
 At time t, with π(t) the noise, a token is distributed as α(t) x + β(t) π: its weight on the clean token is (1 − t) / C,
 on the mask t / C, and on each other token c / (C (V − 1)), where c = B √(t (1 − t)), C = 1 + c, and B depends on
 ``p_uniform`` (von Rütte et al., 2503.04482).
+
+The first of N steps treats the canvas of masks as one at time 1 − 1/N, and the last step changes nothing, as in the
+reference. With ``min_p``, the most likely token can always be drawn; the reference divides 0 by 0 if no token reaches
+that probability.
+
+`gidd-self-correction` begins with a finished text, ``start_canvas=``, in which nothing is undecided, and changes at
+most one token per step, by the most likely change. It breaks ties for the best score by position; in the reference they
+depend on ``topk``. Rows are corrected in one batch, and a row that has stopped waits for the others.
+
+Guidance and cache policies are refused, since a step needs all positions. The sizes of the table are for 50,258 tokens.
 
 Pitfall: masks that remain after the last step stay in the text.
 """
@@ -249,6 +259,8 @@ FAMILIES = (
         ),
         foreign=r"backbone\.|rotary_emb\.inv_freq$",
         own_classes=("DIT",),
+        checkpoints="GIDD small and base, p_uniform 0.0, 0.1 and 0.2",
+        parameters=(169_627_218, 424_477_010),
     ),
 )
 SAMPLERS = (

@@ -1,5 +1,11 @@
 """LLaDA, MMaDA and LLaDA-MoE: Llama or Qwen3-MoE without the causal mask.
 
+LLaDA-MoE has LLaDA's ``model_type``; ``architectures`` distinguishes the two. Its published config.json was not
+available: the number of parameters follows from the sizes that third parties report, and agrees with the published 7.36
+billion. As in the published code, the weights of its experts are not divided by their sum, whatever ``norm_topk_prob``
+says. No key of the config gives the mask token; it is the tokenizer's mask token, or 156895 if the tokenizer has none.
+A shared expert, expert bias, clipping and partial rotation, which no published checkpoint uses, are refused.
+
 LLaDA's sampler: blocks from left to right; the least confident proposals stay masked.
 
 Within a block, every step proposes a token at each masked position and commits the next share of them, the most
@@ -228,6 +234,8 @@ FAMILIES = (
         eot_token_id=126348,
         own_classes=("LLaDAModelLM",),
         defaults=LLADA_DEFAULTS,
+        checkpoints="LLaDA-8B-Base/Instruct, LLaDA-1.5",
+        parameters=(8_015_581_184,),
     ),
     Family(
         name="mmada",
@@ -244,6 +252,8 @@ FAMILIES = (
         eot_token_id=126348,
         own_classes=("MMadaModelLM",),
         defaults=LLADA_DEFAULTS,
+        checkpoints="MMaDA-8B",
+        parameters=(8_082_690_048,),
     ),
     Family(
         name="llada-moe",
@@ -285,6 +295,8 @@ FAMILIES = (
             "expert_intermediate_size",
             "dense_intermediate_size",
         ),
+        checkpoints="LLaDA-MoE-7B-A1B-Base/Instruct",
+        parameters=(7_356_880_896,),
     ),
 )
 SAMPLERS = (LladaSettings,)

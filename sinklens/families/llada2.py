@@ -1,15 +1,19 @@
 """LLaDA2.0 and 2.1: GLM-4-MoE with block-causal attention.
 
+The first layer is dense; all others are mixtures with a shared expert. Fused queries, keys and values are split while
+the file is loaded. A config with ``use_bias: true`` is refused; without the key, the weights decide, and a stored bias
+is refused. Without ``partial_rotary_factor``, half of each head is rotated, as in the published code.
+
 LLaDA2.0's sampler: blocks from left to right, confident proposals first, with an early stop inside a block.
 
-Every row has its own current block, as in sdar.py, from which this sampler differs in two respects: the number of
+Every row has its own current block, as with `sdar`, from which this sampler differs in two respects: the number of
 passes follows from `minimal_topk` too, and a row may end in the step that decides an end token.
 
 Where the published implementation fails, this sampler does not: an end token of the prompt does not end the run (the
 reference then returns an empty answer), and positions before the answer are never written.
 
-Pitfall: config.json does not say whether a checkpoint is LLaDA2.0 or 2.1. The sampler of 2.0 is the default;
-``sampler="llada2.1"`` chooses the other.
+Pitfall: config.json does not say whether a checkpoint is LLaDA2.0 or 2.1. The sampler of 2.0, with ``eos_early_stop``,
+is the default; ``sampler="llada2.1"`` chooses the other, whose default is the quality mode of the model card.
 
 Pitfall: an end token that was decided before its left neighbors ends the row only after the block, as in the reference.
 
@@ -211,9 +215,7 @@ FAMILIES = (
         model_types=("llada2_moe",),
         architecture="glm4_moe",
         sampler="llada2",
-        verified="logits, patterns, routing and greedy canvases of 2.0 and 2.1 equal the reference's on tiny "
-        "weights; full size "
-        "built, not run",
+        verified="logits, patterns, routing and greedy canvases of 2.0 and 2.1 equal the reference's on tiny weights",
         required={
             "hidden_act": ("silu",),
             "rope_scaling": (None,),
@@ -267,6 +269,8 @@ FAMILIES = (
         fused={"query_key_value.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")},
         own_classes=("LLaDA2MoeModelLM",),
         defaults={"partial_rotary_factor": 0.5, "use_bias": True},
+        checkpoints="LLaDA2.0 and 2.1, mini and flash",
+        parameters=(16_255_638_528, 102_889_697_280),
     ),
 )
 SAMPLERS = (

@@ -1,26 +1,32 @@
-"""MDLM: masked diffusion of a DiT (dit.py).
+"""MDLM: masked diffusion of a DiT.
 
 MDLM's sampler: a time falls from 1 to 0, and each step decides some of the masked positions at random.
 
 A step from time t to s decides a masked position with probability (t − s) / t and draws its token from the model's
-distribution without the mask. Decided positions, including the prompt's, do not change.
+distribution without the mask. Decided positions, including the prompt's, do not change. Prompts may differ in length.
 
 Pitfall: "ddpm" computes with 0.999 t where "ddpm_cache" computes with t. The same random numbers therefore may give
 different texts.
 
-MDLM's semi-autoregressive sampler: a window that moves along the text.
+`mdlm-windows` is MDLM's semi-autoregressive sampler: a window of ``window_length`` moves along the text, which may be
+longer than the context.
 
 The window begins at the first token and is denoised with MDLM's update, in steps from time 1 to 0. Then it moves by
 `stride_length`; what it still covers is decided and stays, and the masks at its end are denoised. The network sees the
 window alone, whose positions are counted from 0: each move gives a token another position. Canvases, tracks and
-interventions count positions in the text. Where the text ends before the window does, the window is shorter.
+interventions count positions in the text; scores outside the window are NaN. Where the text ends before the window
+does, the window is shorter. A separate pass over the canvas of a step (`logit_lens`, `write_attribution`, `pattern_at`)
+is refused. Keep the values of the run itself: `Activations`, `LogitLens`, `MaskedLogits` and ``Record(patterns=[(step,
+layer)])``.
 
 A window ends when none of its positions is masked. The published code goes through all its steps and adds one at time
 0, which change nothing.
 
 Pitfall: the sinks of a step can lie outside the next step's window. Hiding such a key does nothing.
 
-ReMDM: ψ samplers for masked diffusion, which may mask a decided token again.
+ReMDM (`remdm`): the ψ samplers of s-sahoo/duo for masked diffusion, which may mask a decided token again. Positions
+that hold the mask are undecided. Every step draws tokens and masks at all answer positions, in float64. Guidance and
+cache policies are refused, since a step needs all positions.
 
 With κ = 1 (the default) nothing is masked again: this is ancestral sampling as s-sahoo/duo computes it for MDLM. A
 decided position predicts its own token, whatever the network says (SUBS), and a masked one never the mask.
@@ -195,6 +201,8 @@ FAMILIES = (
         needed=(*DIT_NEEDED, "time_conditioning"),
         mask_is_last=True,
         own_classes=("MDLM",),
+        checkpoints="mdlm-owt",
+        parameters=(169_627_218, 424_477_010),
     ),
 )
 SAMPLERS = (

@@ -29,8 +29,8 @@ DIT = Family(
     model_types=(),
     architecture="adaln_dit",
     sampler="",
-    verified="logits, patterns, stream and modulations equal the reference code's on tiny weights; full size "
-    "built, not run",
+    verified="logits, patterns, stream, modulation and, given its random numbers, canvases equal the reference code's "
+    "on tiny weights",
     convert=converted,
     renames={
         r"^backbone\.": "",

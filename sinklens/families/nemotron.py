@@ -1,17 +1,35 @@
 """Nemotron-Labs-Diffusion: Ministral3, with an attention that changes from pass to pass.
 
+One network decodes from left to right, by diffusion in blocks, or by drafting and verifying (``mode=``).
+
+- The reference outputs come from the authors' own samplers, run unchanged (``generate``, ``ar_generate`` and
+  ``linear_spec_generate`` of the hub page, and Megatron-Bridge's ``generate_dllm``). **The network that they ran on is
+  a reconstruction**: the hub's backbone file was not available, and transformers' Ministral3 with switches for its
+  attention took its place. Megatron-Bridge's own inference attention gives the same logits bit for bit. Agreement with
+  the published backbone itself was not checked.
+- In one stored run, the reference ends a block for all rows of a batch because one of them has ended, and leaves masks
+  in the others. Here, a row is decoded as if it were alone. All other runs agree.
+- YaRN's factor is the config's ``factor``, which may be below 1 (3B-Base; transformers warns), and queries are scaled
+  after the rotation; `hook_rot_q` shows them scaled. The keys ``attn_implementation`` and ``use_cache`` are dropped.
+- The samplers are greedy. Temperatures, the thinking budget and quadratic speculation are not available.
+- vLLM and SGLang decode by other rules, so their texts can differ. sinklens has no options for these rules, since no
+  runs of theirs are stored to compare with.
+- Vision variants (``nemotron_labs_diffusion_vlm``) are refused, and so are checkpoints of other training paradigms
+  (``dlm_paradigm``), other rotations, and adapters on queries, keys or values.
+- The full-size models were built from the sizes given in a public walkthrough of the 8B config and in the model card.
+  The 14B's config was not read.
+
 Nemotron-Labs-Diffusion's sampler: blocks after the prompt, each denoised and then committed by a causal pass.
 
 Every step is one pass. Step 0 reads the prompt and decides the first token of the first block. The steps of a block
 each accept the most confident proposal, and with a `threshold` all others that reach it. When nothing in the block is
 masked, or after ``block_length`` steps, a causal pass commits the block and decides the first token of the next one.
 
-Rows do not wait for the end of another row: where the published code ends a block for all rows because one of them has
-ended, this sampler fills the others. A proposed mask token stays masked and is tried again.
+Rows do not wait for the end of another row. A proposed mask token stays masked and is tried again.
 
 Pitfall: the block in which a row ends may keep masks after its end token, and its commit reads them.
 
-Self-speculation: a model drafts a block by diffusion and verifies it from left to right, with the same weights.
+`linear-speculation`: a model drafts a block by diffusion and verifies it from left to right, with the same weights.
 
 A cycle begins with one decided token. *Draft* steps fill the rest of the block, which sees the text before it and all
 of itself. The *verify* step reads the draft causally. Its most likely tokens are taken as long as they agree with the
@@ -26,13 +44,15 @@ Public copies of the published file draft in two ways, and none says which is ne
 steps go on until the block is full, whatever end tokens they propose. The other drafts in one step and fails where no
 proposal is above its threshold.
 
+Speculation takes one prompt.
+
 Pitfall: a run may decide up to ``block_length - 1`` positions after the answer. They are part of ``run.tokens``, not of
 the answer.
 
-Megatron-Bridge's sampler for Nemotron-Labs-Diffusion: its blocks begin with masks only, and their steps are planned.
+`nemotron-dllm` is Megatron-Bridge's sampler: its blocks begin with masks only, and their steps are planned.
 
-It decodes as nemotron_diffusion.py does, with three differences: no causal pass decides a block's first token, the
-steps of a run are divided evenly over its blocks and the masks of a block over its steps, and there is no early end.
+It decodes as `nemotron-diffusion` does, with three differences: no causal pass decides a block's first token, the steps
+of a run are divided evenly over its blocks and the masks of a block over its steps, and there is no early end.
 
 Pitfall: the published defaults shift the logits by one position, which does not suit this model; its example script
 turns that off, and so does this sampler.
@@ -285,8 +305,7 @@ FAMILIES = (
         architecture="ministral3",
         sampler="nemotron-diffusion",
         verified="logits, patterns, greedy canvases, drafts and accepted lengths equal the authors' samplers on "
-        "a reconstructed "
-        "backbone with tiny weights; text only; full size built, not run",
+        "a reconstructed backbone with tiny weights",
         required={
             "hidden_act": ("silu",),
             "attention_bias": (False,),
@@ -325,6 +344,8 @@ FAMILIES = (
             "speculation": "linear-speculation",
         },
         adapter="linear_spec_lora",
+        checkpoints="Nemotron-Labs-Diffusion-3B, -8B and -Base (text only)",
+        parameters=(8_489_553_920, 3_831_659_520),
     ),
 )
 SAMPLERS = (

@@ -1,10 +1,14 @@
 """Open-dCoder: Qwen2 without the causal mask, whose logits predict the next position.
 
+Its config.json is that of Qwen2, and nothing in it says that attention is bidirectional. It is refused unless
+``family=`` is given. Unlike in the published code, padding is not attended to. The mask token is the tokenizer's.
+
 Open-dCoder's sampler: Dream's schedule per row, or path planning ("p2"), which takes decisions back.
 
 In path planning each step proposes a token, and its probability, at every answer position, masked or not. The least
 probable positions become masks, fewer with every step; the other masked positions get their proposal, and the other
-written ones keep their token. Logits predict the next position; `State.logits` has shifted them back.
+written ones keep their token. ``run.undecided`` and ``run.unmask_step`` show which decisions were taken back. Logits
+predict the next position; `State.logits` has shifted them back.
 
 Pitfall: a written position is judged by the probability of the *present* proposal there, not of its own token, as in
 the published code. A token that the model no longer proposes can stay.
@@ -115,6 +119,8 @@ FAMILIES = (
         required=QWEN_REQUIRED,
         needed=THETA,
         dropped=("trust_remote_code",),
+        checkpoints="Open-dCoder 0.5B",
+        parameters=(494_032_768,),
     ),
 )
 SAMPLERS = (OpenDcoderSettings,)

@@ -1,10 +1,15 @@
 """RND1: Qwen3-MoE without the causal mask, whose logits predict the next position.
 
+All layers of the published model are mixtures; a config with dense layers is refused.
+
 RND1's sampler: each step commits the masked positions of which the model is most certain, anywhere on the canvas.
 
 Certain means low entropy of the distribution that a token is proposed from; with ``eb_gamma`` tokens are committed by
 falling probability, as far as the sum of their entropies, minus the largest, stays within it. The last step commits
 everything that is left. Logits predict the next position; `State.logits` has shifted them back.
+
+The last position of the canvas is reserved for the pad token (``closing=`` changes or omits it): for n new tokens, the
+published ``generate`` returns n − 1. ``hooks=[Suffix(text=...)]`` fills the gap before a fixed text.
 
 The published sampler takes one prompt; here every row has its own number of masks and its own schedule. A proposed mask
 token leaves its position masked here; there it is written like any other. With `top_k` or `top_p`, the published
@@ -145,6 +150,8 @@ FAMILIES = (
             "norm_topk_prob",
         ),
         own_classes=("RND1LM",),
+        checkpoints="RND1-Base",
+        parameters=(30_532_122_624,),
     ),
 )
 SAMPLERS = (Rnd1Settings,)

@@ -1,14 +1,23 @@
 """SDAR: Qwen3 and Qwen3-MoE with block-causal attention.
 
+Checkpoints often give the block length only in their name: pass ``block_length=``. With experts, config.json names
+neither the mask token nor the block length: the token is the tokenizer's ``<|MASK|>``, or ``mask_token_id=``, and
+blocks have 4 positions unless ``block_length=`` says otherwise. TraDo and DiRL have SDAR's format and were not compared
+separately.
+
 SDAR's sampler: blocks from left to right, each filled by a few passes under block-causal attention.
 
 Every row has its own current block, counted from its first token, and moves to the next one as soon as no position of
 the block is masked, or after ``denoising_steps`` passes. Rows therefore do not wait for each other, and a row's
-canvases are the same as in a run of that row alone.
+canvases are the same as in a run of that row alone. Only complete blocks are decided, as in the reference.
+
+There are three published implementations, generate.py, JetEngine and OpenCompass, and the stored runs are of all three.
+``confidence_of="draw"`` (the default) follows the first two, ``"model"`` the third. ``entropy_bounded``, which fails in
+generate.py, is JetEngine's.
 
 Where the published implementations fail, this sampler does not. Only masked positions are ever written (generate.py and
 JetEngine overwrite prompt and decided tokens if fewer masks are left than the pass would decide). A position whose
-proposal is the mask token stays masked (generate.py raises IndexError).
+proposal is the mask token stays masked (generate.py raises an IndexError).
 
 Pitfall: a finished block is not decided again. A position of it that a hook masks again stays masked.
 """
@@ -109,6 +118,8 @@ FAMILIES = (
         block_length_key="block_size",
         dropped=("attn_implementation", "use_cache"),
         own_classes=("SDARForCausalLM",),
+        checkpoints="SDAR, TraDo and DiRL (dense)",
+        parameters=(8_190_735_360,),
     ),
     Family(
         name="sdar-moe",
@@ -122,6 +133,8 @@ FAMILIES = (
         block_length=4,
         block_length_key="block_size",
         own_classes=("SDARMoeForCausalLM",),
+        checkpoints="SDAR-30B-A3B-Chat, -Sci (experts)",
+        parameters=(30_532_122_624,),
     ),
 )
 SAMPLERS = (SdarSettings,)

@@ -1,4 +1,4 @@
-"""SEDD: score-entropy diffusion of a DiT (dit.py).
+"""SEDD: score-entropy diffusion of a DiT.
 
 SEDD's sampler: steps along the scores of an absorbing diffusion.
 
@@ -6,7 +6,7 @@ For each position and token the network gives a log score: the log ratio of two 
 this token at this position and that of the canvas as it is. Only scores of masked positions are used, since a decided
 token never changes.
 
-Fixed tokens are the prompt, and those that `interventions.Suffix` appends.
+Fixed tokens are the prompt, and those that `interventions.Suffix` appends. Prompts may differ in length.
 
 Pitfall: scores are not probabilities; at a masked position of a trained network they sum to about 1 / expm1(σ).
 """
@@ -85,6 +85,8 @@ FAMILIES = (
         ),
         required={"graph.type": ("absorb",), "noise.type": ("loglinear",), "model.type": ("ddit",)},
         mask_is_last=True,
+        checkpoints="sedd-small, sedd-medium",
+        parameters=(169_627_218, 424_477_010),
     ),
 )
 SAMPLERS = (SeddSettings,)

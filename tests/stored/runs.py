@@ -1,7 +1,7 @@
 """The stored runs of each folder of reference data, as runs of sinklens.
 
 `FOLDERS` lists the folders that can be read, with the function that translates their runs. Runs that show a defect of a
-reference, which sinklens does not copy, are left out; docs/models.md names them.
+reference, which sinklens does not copy, are left out; docs/models.md counts them.
 
 Limitation: where the reference treats the rows of a batch together (padding on the right), only its longest row is
 repeated.
