@@ -70,7 +70,8 @@ def _section(module: Any) -> str:
     about = summary.removeprefix(f"{_title(module)}: ")
     named = ", ".join(f"`{one.name}`" for one in getattr(module, "FAMILIES", ()))
     settings = ", ".join(f"[`{one.name}`][{one.__module__}.{one.__name__}]" for one in getattr(module, "SAMPLERS", ()))
-    lines = f"\n\nFamily: {named}. Settings of samplers: {settings}." * bool(named)
+    label = "Families" if "," in named else "Family"
+    lines = f"\n\n{label}: {named}. Sampler settings: {settings}." * bool(named)
     noted = NOTE.sub(r"**\1**", rest)
     return f"### {_title(module)}\n\n{about[0].upper()}{about[1:]}{lines}\n\n{noted}"
 
@@ -93,9 +94,7 @@ def shipped() -> str:
 def _card(name: str) -> tuple[str, str]:
     """The first paragraph of a card, without the settings; and the scores, or the loss."""
     card = (find_checkpoint(name) / "README.md").read_text()
-    about = " ".join(card.split("\n\n")[1].split()).replace(
-        ", trained by sinklens on word problems that it generates", ""
-    )
+    about = " ".join(card.split("\n\n")[1].split()).replace(PROBLEMS, "")
     scores = [f"{task} {score}" for task, score in SCORE.findall(card)] or LOSS.findall(card)
     return about.partition(" It differs from")[0], "; ".join(scores)
 

@@ -5,10 +5,10 @@ choice: ``family="a2d-qwen3"``, or ``family="bd3lm-qwen3"`` with ``block_length=
 ``block_length=`` chooses block diffusion. OPDLM is ``load(..., family="bd3lm-qwen3", block_length=4)``; it was not
 compared separately. Models trained by masked diffusion are decoded with `llada`.
 
-dLLM's sampler for models trained with block diffusion (BD3LM): blocks from left to right, a float32 schedule.
+dLLM's sampler for block diffusion (`bd3lm`): blocks from left to right, on a float32 schedule.
 
 Prompts are padded on the left to a whole number of blocks, so a block never holds prompt and answer; the last block may
-be shorter. Within a block, the sampler, `bd3lm`, is LLaDA's with another schedule (`decisions.linear_schedule`).
+be shorter. Within a block, the sampler is LLaDA's with another schedule (`decisions.linear_schedule`).
 
 Where the published implementation depends on the batch or on accidental tokens, this sampler does not: a row whose
 finished block contains an end token ends there (the reference continues it until all rows have ended), and a generated

@@ -1,4 +1,4 @@
-"""DiffusionGemma: an encoder and a decoder, a class of transformers.
+"""DiffusionGemma: an encoder and a decoder, in transformers' own class.
 
 A causal encoder reads the text and writes keys and values; a layer with a sliding window keeps only the last of them. A
 decoder with the same layers works on a canvas of random tokens, which sees the cached keys and itself.

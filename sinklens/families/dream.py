@@ -5,7 +5,7 @@ Dream's sampler: no blocks; a time that falls from 1 to eps decides how many tok
 Dream was trained from an autoregressive model's weights: its logits at position i predict the token at i + 1.
 `State.logits` has already shifted them back.
 
-Fast-dLLM's sampler for Dream: blocks from left to right, each filled by a schedule or by a threshold.
+Fast-dLLM's sampler for Dream (`dream-blocks`): blocks from left to right, each filled by a schedule or by a threshold.
 
 The first step of a block writes only the block's first token, which the position before it predicts. The later ones
 decide inside the block: by Dream's schedule over the block's steps, or, with a threshold, every proposal that is

@@ -19,7 +19,8 @@ that probability.
 most one token per step, by the most likely change. It breaks ties for the best score by position; in the reference they
 depend on ``topk``. Rows are corrected in one batch, and a row that has stopped waits for the others.
 
-Guidance and cache policies are refused, since a step needs all positions. The sizes of the table are for 50,258 tokens.
+Guidance and cache policies are refused, since a step needs all positions. The numbers of parameters are for 50,258
+tokens.
 
 Pitfall: masks that remain after the last step stay in the text.
 """

@@ -17,7 +17,7 @@ is the default; ``sampler="llada2.1"`` chooses the other, whose default is the q
 
 Pitfall: an end token that was decided before its left neighbors ends the row only after the block, as in the reference.
 
-LLaDA2.1's sampler: blocks from left to right, in which decided tokens may be replaced ("T2T editing").
+LLaDA2.1's sampler (`llada2.1`): blocks from left to right, in which decided tokens may be replaced ("T2T editing").
 
 Every pass proposes a token at each answer position of the current block, masked or not. ``denoise.hook_commit`` has the
 masked positions that are decided, ``denoise.hook_edit`` the decided ones whose token is replaced. A block ends when it

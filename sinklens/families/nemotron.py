@@ -29,7 +29,8 @@ Rows do not wait for the end of another row. A proposed mask token stays masked 
 
 Pitfall: the block in which a row ends may keep masks after its end token, and its commit reads them.
 
-`linear-speculation`: a model drafts a block by diffusion and verifies it from left to right, with the same weights.
+Self-speculation (`linear-speculation`): a model drafts a block by diffusion and verifies it from left to right, with
+the same weights.
 
 A cycle begins with one decided token. *Draft* steps fill the rest of the block, which sees the text before it and all
 of itself. The *verify* step reads the draft causally. Its most likely tokens are taken as long as they agree with the
