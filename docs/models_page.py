@@ -24,33 +24,49 @@ SCORE = re.compile(r"^\| ([^|]+) \| (\d[^|]+ of \d+) \|", flags=re.MULTILINE)
 LOSS = re.compile(r"^Loss on .*", flags=re.MULTILINE)
 NOTE = re.compile(r"^((?:Pitfall|Limitation|Source):)", flags=re.MULTILINE)
 PROBLEMS = ", trained by sinklens on word problems that it generates"
-_FAMILIES = [import_module(f"sinklens.families.{name}") for name in MODULES]
+_MODULES = [import_module(f"sinklens.families.{name}") for name in MODULES]
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Put the generated parts of the page of the models in the places of their comments."""
     if page.file.src_uri != "models.md":
         return markdown
-    made = {"families": families(), "refused": refused(), "each family": sections(), "shipped": shipped()}
+    made = {
+        "families": families(),
+        "compared": compared(),
+        "refused": refused(),
+        "each family": sections(),
+        "shipped": shipped(),
+    }
     return COMMENT.sub(lambda comment: made[comment[1]], markdown)
 
 
 def families() -> str:
     """A row for each family, with a link to its section."""
-    head = ("family", "checkpoints", "recognized by", "attention", "samplers", "compared")
-    return _table(head, (_row(one, module) for module in _FAMILIES for one in module.FAMILIES))
+    head = ("family", "checkpoints", "recognized by", "attention", "samplers")
+    return _table(head, (_row(one, module) for module in _MODULES for one in module.FAMILIES))
 
 
 def _row(one: Family, module: Any) -> tuple[str, ...]:
     link = f"[`{one.name}`](#{slugify(_title(module), '-')})"
     samplers = ", ".join(f"`{name}`" for name in _samplers(one, module))
-    return link, one.checkpoints, f"`{one.recognized}`", one.attention, samplers, one.compared
+    return link, one.checkpoints, f"`{one.recognized}`", one.attention, samplers
 
 
 def _samplers(family: Family, module: Any) -> list[str]:
     """The family's sampler, the others of its module that fit, and those of its modes."""
     fits = [one.name for one in module.SAMPLERS if family.attention in one.attention and one.masked is family.masked]
     return list(dict.fromkeys([family.sampler, *fits, *family.modes.values()]))
+
+
+def compared() -> str:
+    """A row for each family: what equals the reference's, and the sizes that were built."""
+    rows = (
+        (f"`{one.name}`", one.verified, " and ".join(f"{n:,}" for n in one.parameters))
+        for module in _MODULES
+        for one in module.FAMILIES
+    )
+    return _table(("family", "verified", "parameters, built, not run"), rows)
 
 
 def refused() -> str:
@@ -61,7 +77,7 @@ def refused() -> str:
 
 def sections() -> str:
     """A section for each module of families, and one for a network that several of them share, before these."""
-    names = [(*(one.module for one in module.FAMILIES), module.__name__) for module in _FAMILIES]
+    names = [(*(one.module for one in module.FAMILIES), module.__name__) for module in _MODULES]
     return "\n\n".join(_section(import_module(name)) for name in dict.fromkeys(sum(names, ())) if name)
 
 

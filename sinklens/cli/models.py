@@ -158,5 +158,6 @@ def models() -> None:
     say("Families (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):")
     for family in FAMILIES.values():
         say(f"  {family.name:10s} {family.recognized}; sampler {family.sampler}")
-        about = {"checkpoints": family.checkpoints, "verified": family.compared}
+        sizes = " and ".join(f"{number:,}" for number in family.parameters)
+        about = {"checkpoints": family.checkpoints, "verified": family.verified, "parameters, built, not run": sizes}
         say(*(f"{'':13s}{name}: {what}" for name, what in about.items() if what))

@@ -6,7 +6,7 @@ agree. A report is written as JSON and as a Markdown table. These checks are abo
 - *fingerprint*: weights, config and tokenizer are those expected (``--fingerprint``, or those of a shipped model);
   otherwise it is recorded.
 - *self-check*: hook points show what the model computes.
-- *loss*, *undone damage* and *layers*: no sign of damage (soundness.py).
+- *loss*, *undone damage* and *layers*: no sign of damage (`sinklens.evaluation.soundness`).
 - *fixed prompt*: two runs are equal, and no position stays masked.
 - *accuracy*: Newcombe's interval of the difference from the published score, or from ``--score``, includes 0, on the
   first 50 problems of GSM8K under a protocol that has a published score; for shipped models, on their own word

@@ -155,12 +155,6 @@ class Family:
         keys = " or ".join(f"{key} {', '.join(names)}" for key, names in config.items() if names)
         return (keys or f'family="{self.name}"') + " with family= or block_length=" * bool(self.regime)
 
-    @property
-    def compared(self) -> str:
-        """`verified`, and the sizes of the models that were built without weights."""
-        sizes = " and ".join(f"{number:,}" for number in self.parameters)
-        return self.verified + f"; full size ({sizes} parameters) built, not run" * bool(sizes)
-
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:
     """The keys that mean the same in transformers; tokens that the config does not name are set to None.
