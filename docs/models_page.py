@@ -66,7 +66,7 @@ def compared() -> str:
         for module in _MODULES
         for one in module.FAMILIES
     )
-    return _table(("family", "verified", "parameters, built, not run"), rows)
+    return _table(("family", "verified", "parameters (built, not run)"), rows)
 
 
 def refused() -> str:

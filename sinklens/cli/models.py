@@ -159,5 +159,5 @@ def models() -> None:
     for family in FAMILIES.values():
         say(f"  {family.name:10s} {family.recognized}; sampler {family.sampler}")
         sizes = " and ".join(f"{number:,}" for number in family.parameters)
-        about = {"checkpoints": family.checkpoints, "verified": family.verified, "parameters, built, not run": sizes}
+        about = {"checkpoints": family.checkpoints, "verified": family.verified, "parameters (built, not run)": sizes}
         say(*(f"{'':13s}{name}: {what}" for name, what in about.items() if what))
