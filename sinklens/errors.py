@@ -44,6 +44,10 @@ class ControlWarning(UserWarning):
     """A control has fewer keys than it controls for at some steps, or its condition was not evaluated."""
 
 
+class InterventionWarning(UserWarning):
+    """An intervention found no place to act on in any step of a run."""
+
+
 class SettingError(SinklensError, ValueError):
     """An argument or a sampler setting is unknown, of the wrong type, or out of range."""
 

@@ -24,6 +24,7 @@ from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.model.prompts import Prompt
+from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import Hooks, RunRequest, hook_list
@@ -94,8 +95,11 @@ def sweep(
     size = min(len(prompts), read_as(Count, "batch_size", batch_size))
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
+    log = ControlLog()  # of all runs: an intervention may find nothing for some prompts
+
     def start(batch: Any, hooks: Any, canvases: Any, copies: int) -> Any:
-        return Denoising(model, replace(request, prompts=batch, hooks=hooks, replay=canvases, copies=copies))
+        asked = replace(request, prompts=batch, hooks=hooks, replay=canvases, copies=copies)
+        return Denoising(model, asked, ControlLog(found=log.found))
 
     if metric is not None:
         hooks = list(listed.values())
@@ -103,6 +107,7 @@ def sweep(
             measured(start, hooks, metric, batch_size, batch, size * number, replay)
             for number, batch in enumerate(batches)
         ]
+        log.report()
         return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
     groups, found = _groups(listed, batch_size // size), [list[xr.Dataset]() for _ in batches]
     for number, group in _shown([(number, group) for number in range(len(batches)) for group in groups], progress):
@@ -110,6 +115,7 @@ def sweep(
             logits = MaskedLogits()
             base = finished(start(batches[number], [logits] if replay else [], None, 1))
         found[number].append(_run(start, batches[number], group, base, logits if replay else None))
+    log.report()
     parts = [xr.concat(part, dim="intervention", join="outer") for part in found]
     swept = xr.concat(parts, dim="prompt", join="outer").sel(intervention=list(listed))
     return swept.assign_attrs(model=model.name, replay=int(replay))
@@ -210,11 +216,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
 
 def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict[int, Tensor]:
     """The part of `MaskedLogits.kept` that belongs to some rows."""
-    found = {}
-    for step, values in kept.items():
-        if run.causal:
-            found[step] = values[rows]
-            continue
-        row_of = kept_places(run, step).nonzero()[:, 0]
-        found[step] = values[(row_of >= rows.start) & (row_of < rows.stop)]
-    return found
+    if run.causal:
+        return {step: values[rows] for step, values in kept.items()}
+    row_of = {step: kept_places(run, step).nonzero()[:, 0] for step in kept}
+    return {step: values[(row_of[step] >= rows.start) & (row_of[step] < rows.stop)] for step, values in kept.items()}

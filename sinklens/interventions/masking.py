@@ -140,7 +140,7 @@ def MaskSinks(
 ) -> MaskKeys:
     """At step t, mask attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
 
-    If a detector finds nothing, the run is unchanged, bit for bit.
+    If a detector finds nothing, the run is unchanged, bit for bit, and an `InterventionWarning` says so.
 
     Args:
         top_k: number of keys per head; 1 if none of `top_k`, `detector` and `where` is given.

@@ -109,6 +109,8 @@ class Places:
             f"where= finds positions for each layer, and {outside} is in none; name a head, as in "
             f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1.",
         )
+        sought = [] if rule is None else [leaf.sought for leaf in rule.leaves() if isinstance(leaf, Where)]
+        self._sought = (id(what), f"{name} with {' and '.join(filter(None, sought))}") if any(sought) else None
         self._canvas = Canvas(run)
         self._scores = StepScores(model, run, () if chooser is None else chooser.scored)
         self._choice: Choice | None = None
@@ -147,6 +149,8 @@ class Places:
                 self._choice.keep(now.step, mask)
             layers = tuple(mask.any(dim=-1).any(dim=2).any(dim=0).tolist())
             found = found._replace(mask=mask, layers=layers, by_layer=mask.unbind(1))
+        if self._sought is not None and (found is not None or now.step == self._run.steps - 1):
+            self._run.controls.add(self._sought, found is not None and any(found.layers or ()))
         self._found[now.step] = found
 
     def _forget(self) -> None:

@@ -468,6 +468,12 @@ class Where(Rule):
         earlier = self.track is None or bool(self.only) or self.pick == "same_kind"
         return self.persistent or (earlier and not self.same_step)
 
+    @property
+    def sought(self) -> str:
+        """What it looks for, in words; empty for a control, and for no key at all."""
+        which = f"top_k={self.top_k}" if self.detector is None else f"detector={self.detector!r}"
+        return "" if self.pick != "strongest" or self.top_k == 0 else which
+
     def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
         return change(self)
 

@@ -1,9 +1,10 @@
-"""How many keys the controls of a run picked, against the keys that they control for.
+"""What the rules of a run found: the keys of controls, against those that they control for, and whether any place.
 
 A control (``pick=`` of a rule for keys) takes keys that match those of the treatment. Where too few match, it takes
 fewer, and where none does, it changes nothing and its cost says nothing. Every rule with a control therefore counts its
 keys in a `ControlCount` while the run lasts. At the end `ControlLog.report` refuses a control that picked no key at
-all and warns of one with too few, and the counts are part of the result (`ControlKeys`).
+all and warns of one with too few, and the counts are part of the result (`ControlKeys`). It also warns of a rule that
+looked for keys by their scores and found none in any step.
 
 Limitation: the counts are of keys per step, layer and head. They do not say how well a key matches.
 """
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import ControlWarning, SettingError, warn_caller
+from sinklens.errors import ControlWarning, InterventionWarning, SettingError, warn_caller
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,30 @@ class ControlCount:
 
 @dataclass
 class ControlLog:
-    """The counts of all controls of a run.
+    """The counts of all controls of a run, and which of its rules found a place.
 
     Attributes:
         part: the rows of the run that this log is for; None for all.
+        counts: the counts of controls.
+        found: by rule, as a key and words for messages, whether it found a place. Runs of one call may share it.
     """
 
     part: slice | None = None
     counts: list[ControlCount] = field(default_factory=list)
+    found: dict[tuple[int, str], bool] = field(default_factory=dict)
 
     def of_rows(self, rows: slice) -> "ControlLog":
         """A log for some rows, whose counts also enter this log."""
-        return ControlLog(rows, self.counts)
+        return ControlLog(rows, self.counts, self.found)
 
     def begin(self, label: str) -> ControlCount:
         """The count of another rule."""
         self.counts.append(ControlCount(label, self.part or slice(None)))
         return self.counts[-1]
+
+    def add(self, rule: tuple[int, str], found: bool) -> None:
+        """Keep whether a rule found a place at a step."""
+        self.found[rule] = found or self.found.get(rule, False)
 
     def totals(self, batch: int) -> ControlKeys | None:
         """The sums over all rules by row; None if the run has no control."""
@@ -93,10 +101,10 @@ class ControlLog:
         return ControlKeys(*sums[:2])
 
     def report(self, refuse: bool = True) -> None:
-        """Warn of controls with too few keys, and refuse those without any.
+        """Warn of controls with too few keys and of rules that found nothing, and refuse controls without any key.
 
         Args:
-            refuse: False warns of the latter, too.
+            refuse: False for one of several runs of a call: it warns of the latter, too, and leaves rules to the call.
 
         Raises:
             SettingError: keys to control for were found, and no control key at any step of any row.
@@ -117,3 +125,12 @@ class ControlLog:
                     f"control_requested) before you compare its cost.",
                     ControlWarning,
                 )
+        missed = list(dict.fromkeys(words for (_, words), found in self.found.items() if not found)) if refuse else []
+        if missed:
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            warn_caller(
+                f"{', '.join(missed[:3])}{more} found nothing in any step to act on. Choose a lower epsilon, another "
+                f"detector or top_k=, or allow more (only=, positions=, layers=, heads=); run.sinks has the scores. At "
+                f"step 0 there are none yet, unless same_step=True or source= gives them.",
+                InterventionWarning,
+            )

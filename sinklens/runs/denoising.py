@@ -55,17 +55,17 @@ class Denoising:
         request: the arguments of the run.
         settings: the settings used, with defaults filled in.
         state: the sampler's state; until `carry_out`, its canvas is the initial one.
-        controls: counts the keys of controls; whoever runs all steps calls its `report`.
+        controls: what rules find; whoever runs all steps calls its `report`.
     """
 
-    def __init__(self, model: Model, request: RunRequest) -> None:
+    def __init__(self, model: Model, request: RunRequest, controls: ControlLog | None = None) -> None:
         model.tree.refuse_unusable()
         self.model, self.request = model, request
         self.settings, self.state = start(model, request)
         follow(request.cache, model, self.settings, self.state)
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
-        self.controls = ControlLog()
+        self.controls = ControlLog() if controls is None else controls
         self.sums = LayerSums(self.rows)
         self._choices: list[Choice] = []
         self.hooks = self._resolve(request.hooks)

@@ -1,5 +1,6 @@
-"""Counts of control keys against the keys that a run hides: none is refused, few are reported, both are recorded."""
+"""Control keys against the keys that a run hides: none is refused, few are reported; rules without keys are, too."""
 
+import re
 import warnings
 
 import pytest
@@ -8,10 +9,10 @@ from asked import TWO as PROMPTS
 from watching import masked_keys, watch
 
 import sinklens
-from sinklens.errors import ControlWarning, SettingError
+from sinklens.errors import ControlWarning, InterventionWarning, SettingError
 from sinklens.experiments import compare, sweep
-from sinklens.interventions import MaskSinks, Where
-from sinklens.sinks import StrongestKeys
+from sinklens.interventions import AblateHeads, HideKeys, MaskKeys, MaskSinks, Where
+from sinklens.sinks import EpsilonOverMean, StrongestKeys
 
 FEW = {"gen_length": 8, "steps": 4, "record_sinks": False}
 EVERY_DIGIT = StrongestKeys(k=99, only="digit")  # no digit is weaker than all of them
@@ -68,3 +69,38 @@ def test_a_sweep_counts_the_control_keys_of_each_intervention_on_its_own_rows(ti
     assert found["control_picked"].sel(intervention="none").values.tolist() == [0, 0]
     assert (found["control_requested"].sel(intervention="none") > 0).all()
     assert found["control_picked"].sel(intervention="strongest").isnull().all()
+
+
+HIGH = Where(detector=EpsilonOverMean(20))
+NOTHING = r"MaskKeys with detector=EpsilonOverMean\(epsilon=20, unit='sum'\) found nothing in any step to act on"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "settings", "warns"),
+    [
+        (MaskSinks(detector=HIGH.detector), {}, NOTHING),
+        (MaskKeys(where=HIGH), {"steps": 1}, NOTHING),
+        (MaskSinks(), {"steps": 1}, "MaskKeys with top_k=1 found nothing .* same_step=True"),
+        (AblateHeads(where=~HIGH & HIGH), {}, "^Ablate with detector=.* and detector=.* found nothing"),
+        ([MaskKeys(where=HIGH), MaskSinks(top_k=2)], {}, NOTHING),
+        (MaskKeys(where=~HIGH), {}, None),
+        (MaskSinks(), {"steps": 2}, None),
+        (MaskSinks(detector=EpsilonOverMean(1)), {}, None),
+        ([MaskSinks(top_k=0), HideKeys(positions=[0]), MaskKeys(where="digit")], {}, None),
+        (MaskSinks(where=Where(detector=HIGH.detector, pick="random")), {}, None),
+    ],
+)
+def test_a_rule_that_finds_nothing_warns_at_the_end_of_the_run(tiny_llada, hooks, settings, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", InterventionWarning)
+        sinklens.generate(tiny_llada, PROMPTS, hooks=hooks, **FEW | settings)
+    assert [bool(re.search(warns or "", str(one.message))) for one in caught] == [True] * (warns is not None)
+
+
+@pytest.mark.parametrize("metric", [None, lambda step: step.logits.mean(dim=(1, 2))])
+def test_a_sweep_warns_once_of_all_that_found_nothing_for_any_prompt(tiny_llada, metric):
+    listed = {f"{head}": MaskSinks(detector=HIGH.detector, heads=[head]) for head in range(6)} | {"top": MaskSinks()}
+    with pytest.warns(InterventionWarning, match=NOTHING) as caught:
+        warnings.simplefilter("always")
+        sweep(tiny_llada, PROMPTS, listed, gen_length=8, steps=4, batch_size=2, metric=metric, progress=False)
+    assert len(caught) == 1
