@@ -32,7 +32,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, require
 from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.streams import Steer, SteerMode
-from sinklens.utils.arguments import Number, Positive, checked, read_as
+from sinklens.utils.arguments import Number, Positive, checked, plainly_shown, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.hub import local
 
@@ -164,6 +164,7 @@ class Probe:
 
     # --- as an intervention ---
 
+    @plainly_shown
     def steer(self, coefficient: Number, toward: Any = None, mode: SteerMode = "add", **places: Any) -> Steer:
         """Move the stream along `direction`.
 

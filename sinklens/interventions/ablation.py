@@ -24,7 +24,7 @@ from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions, index_mask
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
-from sinklens.utils.arguments import Seed, checked
+from sinklens.utils.arguments import Seed, checked, plainly_shown
 
 Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
@@ -130,6 +130,7 @@ class Ablate(AtPositions):
         return pool[(numbers * len(pool)).long()].to(value)
 
 
+@plainly_shown
 def AblateHeads(
     *,
     by: Literal["zero", "mean", "resample"] = "zero",

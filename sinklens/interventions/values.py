@@ -24,7 +24,7 @@ from sinklens.interventions.donors import MATCHED, Donors, Draws
 from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
-from sinklens.utils.arguments import Seed
+from sinklens.utils.arguments import Seed, plainly_shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,7 @@ class ReplaceValues(AtKeys):
         return [*([] if draws is None else draws.first()), *kept, *places.around(computed), *changed]
 
 
+@plainly_shown
 def AblateValues(
     top_k: int | None = None,
     *,

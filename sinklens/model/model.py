@@ -41,7 +41,7 @@ from sinklens.model.quantization import quantized_weights
 from sinklens.model.reading import DeviceMap
 from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
-from sinklens.utils.arguments import Count
+from sinklens.utils.arguments import Count, plainly_shown
 from sinklens.utils.memory import collection_paused
 
 NOT_FINGERPRINTED = (
@@ -220,6 +220,7 @@ class Model(ModuleMethods, SinglePasses):
             self, prompt, max_new_tokens=max_new_tokens, **options
         )
 
+    @plainly_shown
     def likelihood(self, prompts: Prompt, answers: Prompt, **options: Any) -> Any:
         """Log-likelihood of an answer given its prompt, or a lower bound on it, in nats, with its standard error.
 
@@ -268,6 +269,7 @@ class Written:
         return wait_for(WRITTEN, 0)
 
 
+@plainly_shown
 def load(
     name_or_path: Any,
     *,

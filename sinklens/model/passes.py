@@ -20,6 +20,7 @@ from sinklens.hooks.interleaving import Root
 from sinklens.hooks.turn import in_turn
 from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import TokenMethods, side_of
+from sinklens.utils.arguments import plainly_shown
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -48,6 +49,7 @@ class SinglePasses(TokenMethods, Root):
     tree: Any
     _warned = False  # whether a pass without masks was reported
 
+    @plainly_shown
     @in_turn
     def __call__(
         self,
@@ -80,6 +82,7 @@ class SinglePasses(TokenMethods, Root):
 
     forward = __call__
 
+    @plainly_shown
     def run_with_cache(
         self,
         input_ids: Prompt,
@@ -97,6 +100,7 @@ class SinglePasses(TokenMethods, Root):
         ids, marks = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return self.tree.run_with_cache(ids, *args, **marks, **options)
 
+    @plainly_shown
     def run_with_hooks(
         self,
         input_ids: Prompt,

@@ -21,6 +21,7 @@ from sinklens.errors import PromptError, PromptWarning, require, warn_caller
 from sinklens.families.samplers import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
+from sinklens.utils.arguments import plainly_shown
 from sinklens.utils.integers import as_integer
 
 Self = TypeVar("Self", bound="ModuleMethods")
@@ -56,6 +57,7 @@ class TokenMethods:
         refused = self.checkpoint.refused_tokens
         return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused)
 
+    @plainly_shown
     def encode(
         self,
         prompts: Prompt,
@@ -86,6 +88,7 @@ class TokenMethods:
         masks = ids.new_full((len(ids), gen_length), self._mask_token())
         return Encoded(torch.cat([ids, masks], dim=1), torch.cat([real, torch.ones_like(masks).bool()], dim=1))
 
+    @plainly_shown
     def to_canvas(
         self, prompts: Prompt, gen_length: int | None = None, chat_template: bool | str = False
     ) -> Int[Tensor, "batch pos"]:
@@ -146,6 +149,7 @@ class TokenMethods:
         )
         warn_caller(f"{said} allow_longer=True runs it; the model was not made for such distances.", PromptWarning)
 
+    @plainly_shown
     def to_tokens(
         self,
         input: Prompt,

@@ -31,9 +31,10 @@ from sinklens.runs.request import Hooks, Recorded, RunRequest
 from sinklens.runs.result import Generation, Replayable
 from sinklens.runs.steps import StepServer, VisitedSteps
 from sinklens.sampling.policies import CachePolicy
-from sinklens.utils.arguments import Seed
+from sinklens.utils.arguments import Seed, plainly_shown
 
 
+@plainly_shown
 def trace(
     model: Any,
     prompts: Any,
@@ -74,6 +75,7 @@ def trace(
     return Trace(denoising_of(model, RunRequest(*given)))
 
 
+@plainly_shown
 def generate(
     model: Any,
     prompts: Any,

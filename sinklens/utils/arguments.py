@@ -160,7 +160,7 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
 
 
 def checked(function: FunctionT) -> FunctionT:
-    """A function that reads each argument as a value of its declared type, with `read_as`."""
+    """A function that reads each argument as a value of its declared type, with `read_as`; it is `plainly_shown`."""
 
     signature = inspect.signature(function)
 
@@ -175,7 +175,15 @@ def checked(function: FunctionT) -> FunctionT:
             bound.arguments[name] = declared[name].read(bound.arguments[name])
         return function(*bound.args, **bound.kwargs)
 
-    return call  # type: ignore[return-value]
+    return plainly_shown(call)  # type: ignore[return-value]
+
+
+def plainly_shown(function: FunctionT) -> FunctionT:
+    """A function whose signature in ``help()`` and in editors has types without ranges and words."""
+    signature = inspect.signature(function)
+    shown = [one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 @cache
@@ -187,8 +195,11 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
+    own = {} if isinstance(declared, type) else inspect.unwrap(declared).__annotations__  # not those that are shown
     return {
-        name: Argument(name, _resolved(entry.annotation, declared), entry.default, described.get(name, ""))
+        name: Argument(
+            name, _resolved(own.get(name, entry.annotation), declared), entry.default, described.get(name, "")
+        )
         for name, entry in inspect.signature(declared).parameters.items()
         if entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
     }
@@ -330,6 +341,17 @@ def _described(kind: Any) -> list[str]:
     name = getattr(bare, "__name__", str(bare))
     own = getattr(bare, "ARGUMENT", f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
     return KNOWN.get(get_origin(bare) or bare, [own])
+
+
+def _plain(annotation: Any) -> Any:
+    """A type without ranges and words, at any depth."""
+    origin: Any = get_origin(annotation)
+    parts = tuple(map(_plain, get_args(annotation)))
+    if origin is Annotated:
+        return parts[0]
+    if origin in UNIONS:
+        return functools.reduce(operator.or_, parts)
+    return origin[parts] if isinstance(annotation, types.GenericAlias) else annotation
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

@@ -36,11 +36,14 @@ def test_every_argument_has_a_meaning_and_all_but_the_first_a_default(function):
     ids=["generate", "trace", "load"],
 )  # fmt: skip
 def test_a_function_declares_the_arguments_that_its_request_checks(function, request_type, own):
-    shown, checked = inspect.signature(function).parameters, inspect.signature(request_type).parameters
+    shown, held = inspect.signature(function).parameters, inspect.signature(request_type).parameters
     first = next(iter(shown))
-    assert set(shown) - {first} == set(checked) - own
-    for name in set(checked) - own - {"settings", "hooks"}:
-        assert (shown[name].annotation, shown[name].default) == (checked[name].annotation, checked[name].default), name
+    assert set(shown) - {first} == set(held) - own
+    for name in set(held) - own - {"settings", "hooks"}:
+        assert (function.__annotations__[name], shown[name].default) == (
+            held[name].annotation,
+            held[name].default,
+        )
 
 
 @pytest.mark.parametrize(
