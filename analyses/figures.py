@@ -19,20 +19,28 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
-def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: str, ax: "Axes | None" = None) -> "Axes":
+def score_histogram(
+    edges: np.ndarray,
+    shares: Mapping[str, np.ndarray],
+    unit: str,
+    ax: "Axes | None" = None,
+    *,
+    caption: bool = True,
+) -> "Axes":
     """Histogram of scores (the paper's Figs. 3 and 9), one line per model, with a logarithmic vertical axis.
 
     Args:
         edges: bin edges, one more than each of `shares`.
         shares: model name -> share of positions per bin.
         unit: unit of the scores.
+        caption: whether the panel has its title.
     """
     ax = axes_or_new(ax)
     for (name, of_model), colour in zip(shares.items(), colours(len(shares)), strict=True):
         ax.stairs(of_model, edges, label=short(name), color=colour)
     ax.legend(fontsize="small")
     ax.set(xlabel=f"{UNITS[unit]}; last bin: all above", ylabel="share of positions", yscale="log")
-    ax.set_title(f"unit: {unit}")
+    ax.set_title(f"unit: {unit}" if caption else "")
     return ax
 
 
@@ -62,6 +70,7 @@ def interval_panels(
     panel: str | None = None,
     names: Mapping[Any, str] | None = None,
     xlabel: str = "",
+    caption: bool = True,
 ) -> "Figure":
     """Estimates with intervals: a row of panels per model, a panel per measure, a color per value of the column `by`.
 
@@ -76,6 +85,7 @@ def interval_panels(
         panel: a column with a panel for each of its values.
         names: names of the values of `along`; those without one are shown verbatim.
         xlabel: what the numbers of `along` are.
+        caption: whether the panels have their titles: model and panel.
     """
     table = table[table["measure"].isin(list(labels)) & table[along].notna()]
     split = ["model", "measure", *([] if panel is None else [panel])]
@@ -97,7 +107,7 @@ def interval_panels(
             interval_dots(rows, along, ax, names=names, line=0.0)
             ax.set_xlabel(label)
         ax.legend().remove()
-        ax.set_title(": ".join([short(model), *map(str, value)]))
+        ax.set_title(": ".join([short(model), *map(str, value)]) if caption else "")
     handles, shown = axes[0].get_legend_handles_labels()
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize="small")
     return figure

@@ -319,12 +319,14 @@ def dot_panels(
     *,
     names: Mapping[str, str] | None = None,
     line: float | None = None,
+    caption: bool = True,
 ) -> "Figure":
     """Estimates as dots: a panel for each value of `column`, in one row, and a line for each value of `along`.
 
     Args:
         panels_of: title of each value's panel; without `xlabel`, the label of its horizontal axis.
         names, line: as in `interval_dots`.
+        caption: whether the panels have their titles.
     """
     from sinklens.sinks.labels import wrapped
     from sinklens.views.charts import interval_dots
@@ -333,7 +335,7 @@ def dot_panels(
     figure, axes = panels(len(panels_of), columns=len(panels_of), size=size)
     for (value, meaning), ax in zip(panels_of.items(), axes, strict=True):
         interval_dots(table[table[column] == value], along, ax, names=names, line=line)
-        ax.set(xlabel=wrapped(xlabel or meaning, 50), title=meaning if xlabel else "")
+        ax.set(xlabel=wrapped(xlabel or meaning, 50), title=meaning if xlabel and caption else "")
     return figure
 
 

@@ -87,12 +87,13 @@ class LedgerRun:
         return self
 
     @classmethod
-    def all(cls, ledger: Path) -> "list[LedgerRun]":
+    def all(cls, ledger: str | Path) -> "list[LedgerRun]":
         """Every run in the folder `ledger`.
 
         Raises:
             LedgerError: the folder holds no run, or the ledger is damaged.
         """
+        ledger = Path(ledger)
         found = {name: _described(ledger, name, what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
         require(found, f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.", LedgerError)
         for run, kind in _rows(ledger, "SELECT DISTINCT run, kind FROM records"):

@@ -39,10 +39,16 @@ def holes(model: "Model", parts: Annotated[Sequence[Part] | Sequence[Sequence[Pa
         you like; positions of the answer that are given count as decided from the first step on.
 
     Raises:
-        PromptError: no hole, an empty one, or nothing given; given ids that contain the mask; texts of a batch with
-            unequal numbers of tokens from the first hole to the last, or after it.
+        PromptError: not a list; no hole, an empty one, or nothing given; given ids that contain the mask; texts of a
+            batch with unequal numbers of tokens from the first hole to the last, or after it.
         SettingError: in the run, a model that does not see text after its answer.
     """
+    require(
+        isinstance(parts, Sequence) and not isinstance(parts, str),
+        f"parts is a list of texts, token ids and numbers of undecided positions, such as ['Tom has', 2, ' apples']; "
+        f"got {parts!r:.60}.",
+        PromptError,
+    )
     given: Any = parts
     lists = all(isinstance(part, Sequence) and not isinstance(part, str) for part in given)
     several = bool(given) and lists and any(not isinstance(entry, int) for part in given for entry in part)

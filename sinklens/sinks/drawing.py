@@ -23,12 +23,19 @@ MARKS = "dots: strongest key; dotted: end of prompt"
 
 
 def axes_or_new(ax: "Axes | None", size: tuple[float | int, float | int] = (8, 4)) -> "Axes":
-    """`ax`, or the axes of a new figure of `size` inches."""
-    if ax is not None:
-        return ax
-    from matplotlib import pyplot
+    """`ax`, or the axes of a new figure of `size` inches.
 
-    return pyplot.subplots(figsize=size, layout="constrained")[1]
+    Raises:
+        SettingError: `ax` is something else.
+    """
+    from matplotlib import pyplot
+    from matplotlib.axes import Axes
+
+    require(
+        ax is None or isinstance(ax, Axes),
+        f"ax must be axes of matplotlib, such as ax of figure, ax = pyplot.subplots(); got {type(ax).__name__}.",
+    )
+    return pyplot.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
 @checked

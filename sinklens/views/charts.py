@@ -4,7 +4,7 @@ Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``
 ``ax=`` and return it; none shows or saves anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,13 +88,15 @@ PICKS = {
 
 
 @checked
-def accuracy_curves(table: "DataFrame") -> "Figure":
+def accuracy_curves(table: "DataFrame", ax: "Axes | Sequence[Axes] | None" = None, *, caption: bool = True) -> "Figure":
     """Accuracy against the number of masked keys (K), with intervals: a panel per protocol and model.
 
     Args:
         table: one row per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
             ``low`` and ``high``; conditions other than masking (no ``masked``), and
             those under a cache policy (a ``cache``), are omitted.
+        ax: axes to draw on, one for each protocol and model; by default those of a new figure.
+        caption: whether the panels have their titles: protocol and model.
     """
     from pandas import concat
 
@@ -102,8 +104,8 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     table = table[table["cache"] == ""] if "cache" in table else table
     variants = table["condition"].str.removesuffix(" of the unmasked run").str.partition(", ")[2]  # such as the queries
     groups = list(table.assign(variant=variants).groupby(["protocol", "model"], sort=False))
-    figure, axes = panels(max(1, len(groups)), columns=3, size=(5.2, 4.2))
-    for ((protocol, model), rows), ax in zip(groups, axes, strict=False):
+    figure, axes = panels(max(1, len(groups)), columns=3, size=(5.2, 4.2), ax=ax)
+    for ((protocol, model), rows), panel in zip(groups, axes, strict=False):
         counts, unmasked = sorted(rows["masked"].unique()), rows[rows["masked"] == 0]
         masked = rows[rows["pick"].isin(list(PICKS)) & (rows["masked"] > 0)]
         series = dict(list(masked.groupby(["pick", "variant"], sort=False))) or {("strongest", ""): masked}
@@ -112,12 +114,12 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
             places = points["masked"].map(counts.index) + 0.02 * number * (
                 points["masked"] > 0
             )  # so intervals are apart
-            ax.errorbar(
+            panel.errorbar(
                 places, points["estimate"], _errors(points), fmt=style, color=colours(number + 1)[number], capsize=2,
                 markersize=4, label=f"{label}, {variant}" if variant else label,
             )  # fmt: skip
-        ax.set_xticks(range(len(counts)), [str(int(count)) for count in counts])
-        ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
-        ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
-        ax.set_title(f"{protocol}: {short(model)}")
+        panel.set_xticks(range(len(counts)), [str(int(count)) for count in counts])
+        panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16))
+        panel.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
+        panel.set_title(f"{protocol}: {short(model)}" if caption else "")
     return figure

@@ -5,7 +5,7 @@ Positions are labeled by their tokens if the track has them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from jaxtyping import Bool
@@ -20,7 +20,7 @@ from sinklens.sinks.drawing import (
 from sinklens.sinks.labels import COLOURS, plain, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import checked
+from sinklens.utils.arguments import Count, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,24 +33,33 @@ PATH = COLOURS[1]
 
 @checked
 def panels(
-    count: int,
-    columns: int = 2,
+    count: Count,
+    columns: Count = 2,
     size: tuple[float | int, float | int] = (5.5, 3.6),
     sharey: bool = False,
+    ax: "Axes | Sequence[Axes] | None" = None,
 ) -> "tuple[Figure, list[Axes]]":
     """A figure with `count` axes, each of `size` inches, in rows of `columns`.
 
     Args:
         sharey: whether all axes share one vertical scale.
+        ax: axes to take instead, `count` of them.
+
+    Raises:
+        SettingError: `ax` is something else, or another number of them.
     """
     from matplotlib import pyplot
 
+    if ax is not None:
+        given = [axes_or_new(one) for one in np.ravel(np.asarray(ax, dtype=object))]
+        require(len(given) == count, f"ax has {len(given)} axes for {count} panels; give one for each, in a list.")
+        return cast("Figure", given[0].figure), given
     columns = min(columns, count)
     rows = -(-count // columns)
     figsize = (size[0] * columns, size[1] * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False, sharey=sharey)
-    for ax in axes.ravel()[count:]:
-        ax.set_axis_off()
+    for spare in axes.ravel()[count:]:
+        spare.set_axis_off()
     return figure, list(axes.ravel()[:count])
 
 
@@ -142,12 +151,17 @@ def sink_path(
 
 @checked
 def sink_paths(
-    tracks: SinkTrack | Sequence[SinkTrack] | Mapping[str, SinkTrack], row: int = 0, *, caption: bool = True
+    tracks: SinkTrack | Sequence[SinkTrack] | Mapping[str, SinkTrack],
+    row: int = 0,
+    ax: "Axes | Sequence[Axes] | None" = None,
+    *,
+    caption: bool = True,
 ) -> "Figure":
     """`sink_path` of several runs side by side, each with the head whose sink moves most (`most_moving_head`).
 
     Args:
         tracks: one or several, or title -> track.
+        ax: axes to draw on, one for each track; by default those of a new figure.
         caption: whether the figure explains itself; without it, only titles that were passed are shown.
 
     Raises:
@@ -156,19 +170,16 @@ def sink_paths(
     listed = [tracks] if isinstance(tracks, SinkTrack) else tracks  # a track iterates over its variables
     named = list(listed.items()) if isinstance(listed, Mapping) else [("", track) for track in listed]
     require(named, "there is no track to draw; give at least one.", TrackError)
-    figure, axes = panels(len(named), columns=len(named), size=(6, 4.5), sharey=True)
-    for (title, track), ax in zip(named, axes, strict=True):
-        sink_path(track, *most_moving_head(track, row), row=row, ax=ax, caption=caption)
+    figure, axes = panels(len(named), columns=len(named), size=(6, 4.5), sharey=True, ax=ax)
+    for (title, track), panel in zip(named, axes, strict=True):
+        sink_path(track, *most_moving_head(track, row), row=row, ax=panel, caption=caption)
         if title:
-            ax.set_title(f"{plain(title)}\n{ax.get_title()}".rstrip())
-    figure.suptitle(
-        wrapped(
+            panel.set_title(f"{plain(title)}\n{panel.get_title()}".rstrip())
+    if caption and ax is None:
+        says = (
             "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
             "whose sink moves most (filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
-            "the step began; dotted, end of prompt",
-            67 * len(named),
+            "the step began; dotted, end of prompt"
         )
-        * caption,
-        fontsize=9,
-    )
+        figure.suptitle(wrapped(says, 67 * len(named)), fontsize=9)
     return figure

@@ -41,6 +41,9 @@ def test_intervals_over_numbers_are_curves_and_rows_without_a_number_are_left_ou
     assert (first.get_title(), first.get_xlabel(), first.get_ylabel()) == ("a", "keys", "KL")
     assert first.lines[0].get_xdata().tolist() == [1, 5]
     assert [line.get_label() for line in first.lines if not line.get_label().startswith("_")] == ["strong"]
+    assert {ax.get_title() for ax in figures.interval_panels(frame, {"kl": "KL"}, caption=False, **settings).axes} == {
+        ""
+    }
     (empty,) = figures.interval_panels(frame.assign(keys=np.nan), {"kl": "KL"}, **settings).axes
     assert "not known" in empty.texts[0].get_text()
 
@@ -48,5 +51,5 @@ def test_intervals_over_numbers_are_curves_and_rows_without_a_number_are_left_ou
 def test_histograms_show_the_shares_and_empty_panels_the_reason():
     ax = figures.score_histogram(np.array([0, 1, 2.0]), {"m": np.array([0.25, 0.75])}, "sum")
     assert ax.patches[0].get_data().values.tolist() == [0.25, 0.75]
-    assert "uniform = 1" in ax.get_xlabel()
+    assert ("uniform = 1" in ax.get_xlabel(), ax.get_title()) == (True, "unit: sum")
     assert figures.nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"

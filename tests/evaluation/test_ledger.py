@@ -47,7 +47,7 @@ def test_records_are_read_unchanged_and_sorted_by_sample(tmp_path):
 def test_another_setting_makes_another_run_and_the_same_settings_find_the_same_run(tmp_path):
     first, other = LedgerRun.of(tmp_path, WHAT).begin(), LedgerRun.of(tmp_path, WHAT | {"seed": 1}).begin()
     assert first.name == LedgerRun.of(tmp_path, dict(reversed(WHAT.items()))).begin().name != other.name
-    assert len(LedgerRun.all(tmp_path)) == 2
+    assert len(LedgerRun.all(str(tmp_path))) == 2
 
 
 def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard(tmp_path):

@@ -37,9 +37,10 @@ def test_the_pass_of_the_first_step_sees_all_given_parts(model):
     torch.testing.assert_close(seen[0], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_texts_without_holes_or_with_masks_are_refused(model):
+def test_texts_without_holes_or_with_masks_are_refused(model, unchecked):
     begins = "has text or token ids and at least one hole"
     for parts, match in [
+        (None, r"parts is a list of texts, .* got None"), ("w1", r"parts is a list"),
         ([], begins), (["w1"], begins), ([2, 3], begins), ([[5, 6], [7]], begins),
         (["w1", 0], "a hole has at least one position"),
         ([["w1", 1], ["w1", True]], "a hole has at least one position"),

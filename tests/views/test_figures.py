@@ -199,6 +199,10 @@ def test_curves_show_the_table():
             lambda track: sink_map(track, 0, 0, tokens=np.array([1, 2])),
             "tokens has 2 ids for 9 positions; give run",
         ),
+        (lambda track: sink_map(track, ax=3), "ax must be axes of matplotlib, such as ax of .*; got int"),
+        (lambda track: panels(0), "count must be an integer of at least 1; got 0"),
+        (lambda track: figures.sink_paths([track] * 2, ax=panels(1)[1]), "ax has 1 axes for 2 panels; give one"),
+        (lambda track: figures.sink_paths(track, ax="left"), "ax must be axes of matplotlib, .*; got str"),
         (lambda track: figures.sink_paths([]), "there is no track to draw; give at least one"),
         (lambda track: figures.most_moving_head(track, 2), "batch 2 does not exist; this track has 2"),
         (lambda track: figures.stillest_head(track, -3), "batch -3 does not exist; this track has 2"),
@@ -223,7 +227,9 @@ def test_without_a_caption_a_figure_has_its_axes_and_colors_alone(planted):
     figure = figures.sink_paths({"one": planted}, caption=False)
     drawn = [sink_map(planted, 0, 1, caption=False), sink_path(planted, 0, 1, caption=False), figure.axes[0]]
     assert [ax.get_title() for ax in drawn] == ["", "", "one"]
-    assert figures.sink_paths(planted, caption=False).axes[0].get_title() == ""
+    (own,) = panels(1)[1]
+    assert figures.sink_paths(planted, ax=own, caption=False) is own.figure
+    assert (own.get_title(), own.get_ylabel()) == ("", "position of the strongest key (by column sum)")
     assert figure.get_suptitle() == ""
     assert [ax.get_xlabel() for ax in drawn] == ["position", "step", "step"]
     assert drawn[0].images[0].get_cmap().name == SEQUENTIAL

@@ -168,7 +168,16 @@ def pairs_of(model: Model, prompts: Any, answers: Any, chat_template: bool | str
 
 
 def is_several(given: Any) -> bool:
-    """Whether `given` is a list of texts or of rows of ids, rather than one text or one row."""
+    """Whether `given` is a list of texts or of rows of ids, rather than one text or one row.
+
+    Raises:
+        PromptError: it is something else.
+    """
+    require(
+        isinstance(given, str | Sequence | Tensor | np.ndarray),
+        f"prompts and answers are texts, token ids or lists of these; got {given!r:.60}.",
+        PromptError,
+    )
     if isinstance(given, Tensor | np.ndarray):
         return given.ndim > 1
     return not isinstance(given, str) and len(given) > 0 and not isinstance(given[0], int | np.integer)

@@ -160,6 +160,8 @@ def test_texts_are_tokenized_together_and_spaces_belong_to_the_answer(tiny_llada
     ("prompt", "answer", "given", "error", "message"),
     [
         ([5], [], {}, PromptError, r"answer 0 is empty"),
+        ([5], None, {}, PromptError, r"prompts and answers are texts, token ids or lists of these; got None"),
+        (7, [5], {}, PromptError, r"prompts and answers are texts, token ids or lists of these; got 7"),
         ([5], [60], {}, PromptError, r"pair 0 contains the mask token \(60\)"),
         ([5] * 62, [6] * 3, {}, PromptError, r"pair 0 has 65 tokens, and .* takes at most 64"),
         ([[5], [6]], [[1], [2], [3]], {}, PromptError, r"got 2 prompts and 3 answers"),
