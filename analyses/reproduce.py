@@ -35,7 +35,7 @@ from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignor
 
 from sinklens.analyses.paper import CHECKPOINTS, ITEMS, Claim, PaperFigures, pictures, tables_of
 from sinklens.analyses.results import Findings, draw
-from sinklens.analyses.study import StudyProgress, setting_names
+from sinklens.analyses.study import setting_names
 from sinklens.errors import nearest, require
 from sinklens.evaluation.conditions import Condition, masking
 from sinklens.evaluation.distributed import OnRay
@@ -53,6 +53,7 @@ from sinklens.utils.atomic import write_file
 from sinklens.utils.escaping import in_csv
 from sinklens.utils.estimates import Estimate, unpaired
 from sinklens.utils.folders import check_folder
+from sinklens.utils.progress import Progress, reporting
 from sinklens.utils.versions import versions
 from sinklens.views import accuracy_curves
 from sinklens.views.reproduction import PAGES, reproduction_pages
@@ -143,7 +144,7 @@ def reproduce(
     asked: Request,
     out: Path,
     shard: tuple[int, int] = (0, 1),
-    progress: StudyProgress | None = None,
+    progress: Progress = None,
     engine: OnRay | None = None,
 ) -> list[Path]:
     """Measure what is missing in `out` and write the pages; see the module.
@@ -153,7 +154,7 @@ def reproduce(
         out: the folder.
         shard: (index, number of shards): measure every n-th generation and sample. Processes with other shards may run
             at once; the pages are written by a call without shards.
-        progress: called with a label, the units done and the total.
+        progress: as in `Study.run`; a function is called with a label, the units done and the total.
         engine: workers of a Ray cluster, which run the samples of Table 1; None for this process.
 
     Returns:
@@ -165,24 +166,25 @@ def reproduce(
     check_folder(out, "a reproduction")
     about = {"versions": versions("sinklens", "torch", "transformers"), "python": platform.python_version()}
     write_file(out / "reproduce.json", json.dumps(asdict(asked) | about, indent=1) + "\n")
-    report, found = progress or (lambda label, done, total: None), list[Findings]()
-    for name in asked.models:
-        model = load(name, **asked.loading.get(name, {}))
-        if set(asked.items) != {"table1"}:
-            chosen = {key: value for key, value in asked.settings(name).items() if key in setting_names(model, {})}
-            study = PaperFigures(
-                asked.seed, asked.batch_size, chosen, bool(getattr(model.tokenizer, "chat_template", None)), shard=shard
-            )
-            found.append(study.run([model], asked.prompts, out / "generations" / model.fingerprint, report))
-        for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
-            evaluate(
-                name if engine else model, protocol, asked.conditions, out / "table1", task=task, limit=asked.limit,
-                batch_size=asked.batch_size, seed=asked.seed, shard=shard, allow_longer=is_tiny(name), engine=engine,
-                load=asked.loading.get(name) if engine else None,
-                progress=lambda condition, done, total, name=name: report(  # type: ignore[misc]
-                    f"{name}: {condition.name}", done, total
-                ),
-            )  # fmt: skip
+    found = list[Findings]()
+    with reporting(progress, "units", str) as report:
+        for name in asked.models:
+            model = load(name, **asked.loading.get(name, {}))
+            if set(asked.items) != {"table1"}:
+                chosen = {key: value for key, value in asked.settings(name).items() if key in setting_names(model, {})}
+                templated = bool(getattr(model.tokenizer, "chat_template", None))
+                study = PaperFigures(asked.seed, asked.batch_size, chosen, templated, shard=shard)
+                found.append(study.run([model], asked.prompts, out / "generations" / model.fingerprint, report))
+            for protocol, task in asked.tasks(name) if "table1" in asked.items else ():
+                evaluate(
+                    name if engine else model, protocol, asked.conditions, out / "table1", task=task,
+                    limit=asked.limit, batch_size=asked.batch_size, seed=asked.seed, shard=shard,
+                    allow_longer=is_tiny(name), engine=engine,
+                    load=asked.loading.get(name) if engine else None,
+                    progress=lambda condition, done, total, name=name: report(
+                        f"{name}: {condition.name}", done, total
+                    ),
+                )  # fmt: skip
     return [] if shard[1] > 1 else _written(asked, out, found, about)
 
 

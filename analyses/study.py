@@ -14,12 +14,10 @@ Limitation: all models are in memory at once. If they do not fit, run the study 
 import hashlib
 import inspect
 import json
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -36,7 +34,6 @@ from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units
 from sinklens.errors import SettingError, nearest, require
-from sinklens.evaluation.counting import counting
 from sinklens.evaluation.units import equals_apart
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name, settings_for
@@ -49,6 +46,7 @@ from sinklens.tasks.word_problems import held_out
 from sinklens.utils.arguments import Count, Seed, check_arguments
 from sinklens.utils.estimates import RESAMPLES
 from sinklens.utils.folders import check_folder
+from sinklens.utils.progress import Progress, reporting
 from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
-StudyProgress = Callable[[str, int, int], None]
 APART = ("settings", "answers", "shard")  # options that a manifest lists elsewhere, or that change no number
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
@@ -170,7 +167,7 @@ class Study(ABC):
         models: Any,
         prompts: SinglePrompt | Sequence[SinglePrompt] | Tensor | None = None,
         out: str | Path | None = None,
-        progress: bool | StudyProgress | None = None,
+        progress: Progress = None,
         group: Sequence[Hashable] | None = None,
     ) -> Findings:
         """Run the study on `models`.
@@ -224,7 +221,7 @@ class Study(ABC):
             warn_of_others(folder / f"{self.name}.json", manifest)
         identities = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
         measured, examples = {}, {}
-        with _reported(self.name, progress) as report:
+        with reporting(progress, "prompts", lambda model: f"{self.name}: {model}") as report:
             for name, model, settings in zip(names, loaded, given, strict=True):
                 units = Units(folder, identities[name], len(prompts), self.shard[0])
                 data = self._measured(model, prompts, settings, units, report)
@@ -259,7 +256,12 @@ class Study(ABC):
         return [one | {"gen_length": self.length - longest} for one, longest in zip(given, used.values(), strict=True)]
 
     def _measured(
-        self, model: Model, prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
+        self,
+        model: Model,
+        prompts: Sequence[SinglePrompt],
+        settings: Settings,
+        units: Units,
+        report: Callable[[str, int, int], None],
     ) -> xr.Dataset | None:
         """Measurements of every prompt, None if other shards lack some; finished prompts are not measured again."""
         first, parts = self.shard
@@ -425,15 +427,3 @@ def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str
         name: value for name, value in manifest.items() if name not in ("models", "options", "resamples", "groups")
     }
     return json.loads(json.dumps({**shared, "options": options, "model": model}))
-
-
-@contextmanager
-def _reported(study: str, progress: bool | StudyProgress | None) -> Iterator[StudyProgress]:
-    """A function to call with a model's name, its number of finished prompts and its total number of prompts."""
-    if callable(progress):
-        yield progress
-    elif progress or (progress is None and sys.stderr.isatty()):
-        with counting("prompts") as count:
-            yield lambda name, done, total: count(f"{study}: {name}", done, total)
-    else:
-        yield lambda name, done, total: None

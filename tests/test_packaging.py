@@ -7,7 +7,7 @@ import inspect
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from test_layers import MODULES
 
 from sinklens.cli.app import COMMANDS
+from sinklens.utils.progress import Progress
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
@@ -115,6 +116,23 @@ def test_one_thing_has_one_name_in_every_public_signature(wrong, right, allowed)
     }
     assert len(given) > 400
     assert {name: right for name, names in given.items() if set(wrong.split()) & set(names)} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "others"),
+    [
+        ("progress", Progress, ()),
+        ("steps", Sequence[int] | None, ("acting_steps", "sink_map")),  # how many there are; a slice of those to draw
+        ("scope", str | Sequence[str], ()),
+        ("rows", Sequence[int] | None, ("append", "effect_map")),  # of a store; the name and the labels of an axis
+        ("keep", bool, ("lab", "Lab")),  # the folder in which a lab keeps its runs
+        ("ledger", str | Path, ()),
+    ],
+)
+def test_a_name_has_one_type_in_every_public_signature(name, kind, others):
+    given = [(owner, one.parameters[name].annotation) for owner, one in _signatures() if name in one.parameters]
+    assert len(given) > 2
+    assert [(owner, one) for owner, one in given if one != kind and owner.rpartition(".")[2] not in others] == []
 
 
 def test_signatures_are_plain_and_functions_that_draw_take_axes_and_steps_are_the_samplers_where_there_are_settings():

@@ -141,9 +141,7 @@ def evaluate(
                 conditions,
                 out,
                 engine=workers,
-                progress=lambda condition, done, total, name=name: count(  # type: ignore[misc]
-                    f"{name}: {condition.name}", done, total
-                ),
+                progress=lambda condition, done, total, name=name: count(f"{name}: {condition.name}", done, total),
                 **shared,
             )
     if dry_run:

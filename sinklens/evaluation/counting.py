@@ -3,11 +3,11 @@
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from sinklens.utils.escaping import say, spelled
+from sinklens.utils.escaping import say
+from sinklens.utils.progress import bars
 
 
 @contextmanager
@@ -16,20 +16,8 @@ def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> It
 
     With the folder `out`, an interrupt prints what it keeps and the command that resumes, and exits with code 130.
     """
-    from tqdm import tqdm
-
-    bars: dict[str, Any] = {}
-
     try:
-        with ExitStack() as opened:  # closed before the message, which ends standard error
-
-            def count(label: str, done: int, total: int) -> None:
-                if label not in bars:
-                    bars[label] = opened.enter_context(
-                        tqdm(desc=spelled(label), total=total, initial=done, unit=f" {unit}")
-                    )
-                bars[label].update(done - bars[label].n)
-
+        with bars(unit) as count:  # closed before the message, which ends standard error
             yield count
     except KeyboardInterrupt:
         if out is None:

@@ -76,9 +76,9 @@ class LedgerRun:
     name: str
 
     @classmethod
-    def of(cls, ledger: Path, what: Mapping[str, Any]) -> "LedgerRun":
+    def of(cls, ledger: str | Path, what: Mapping[str, Any]) -> "LedgerRun":
         """The run described by `what` in the folder `ledger`; writes nothing."""
-        return cls(what, ledger, _run_name(_json(what)))
+        return cls(what, Path(ledger), _run_name(_json(what)))
 
     def begin(self) -> "LedgerRun":
         """Write the run's description unless it exists."""

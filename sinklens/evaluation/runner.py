@@ -10,7 +10,7 @@ Pitfall: two processes must not share a shard. The second one stops at once with
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
 from sinklens.utils.arguments import Count, Seed, Words, checked
 from sinklens.utils.folders import check_folder
+from sinklens.utils.progress import Progress, reporting
 
 if TYPE_CHECKING:
     from sinklens.evaluation.distributed import OnRay
@@ -47,7 +48,7 @@ def evaluate(
     cache: str | Policy | Sequence[str | Policy] = (),
     allow_longer: bool = False,
     engine: "OnRay | None" = None,
-    progress: Callable[[Condition, int, int], None] | None = None,
+    progress: Progress = None,
 ) -> list[LedgerRun]:
     """Evaluate a model on a task under each condition.
 
@@ -67,7 +68,8 @@ def evaluate(
             `under_caches`.
         allow_longer: run prompts that exceed the model's context, as in `sinklens.generate`; for rehearsing a protocol.
         engine: many workers that run the batches; None for this process.
-        progress: called with a condition, its number of finished samples and its total.
+        progress: as in `sinklens.generate`; a function is called with a condition, its number of finished samples and
+            its total.
 
     Returns:
         The ledger's run of each condition.
@@ -93,11 +95,11 @@ def evaluate(
     require(task.name == chosen.task, f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
     samples = _samples(task, limit, *shard)
     job = Job(model, load or {}, task, chosen, seed, allow_longer)
-    report = progress or (lambda condition, done, total: None)
     with ExitStack() as stack:
+        report = stack.enter_context(reporting(progress, "samples", lambda condition: condition.name))
         workers = None if engine is None else stack.enter_context(engine)
         described = job.identities(every) if workers is None else workers.identities(job, every)
-        runs = [LedgerRun.of(Path(ledger), what) for what in described]
+        runs = [LedgerRun.of(ledger, what) for what in described]
         earlier = evaluations(ledger) if holds_runs(Path(ledger)) else []
         if note := unpaired(controls, {*controls, *(run.what["condition"]["name"] for run in earlier)}):
             warn_caller(note, ControlWarning)

@@ -9,7 +9,7 @@ the record stores the seconds.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sinklens.tasks.base import CodeSample, CodeTask
 from sinklens.tasks.prompts import prompt_hash
 from sinklens.tasks.registry import reads_files
 from sinklens.utils.arguments import checked
+from sinklens.utils.progress import Progress, reporting
 
 
 @checked
@@ -30,7 +31,7 @@ def score(
     *,
     data: str | Path | None = None,
     limits: Limits | None = None,
-    progress: Callable[[LedgerRun, int, int], None] | None = None,
+    progress: Progress = None,
 ) -> int:
     """Run the generated programs of a ledger that have no verdict yet. **This executes model-written code.**
 
@@ -38,7 +39,8 @@ def score(
         ledger: folder of the records.
         data: local file or folder of the published task.
         limits: resource limits of each program.
-        progress: called with a run, its number of finished programs and its total.
+        progress: as in `sinklens.generate`; a function is called with a run, its number of finished programs and its
+            total.
 
     Returns:
         The number of programs that were run.
@@ -53,14 +55,14 @@ def score(
         task: Any = EvalProtocol(**given).make_task(data if reads_files(given["task"]) else None)
         if not isinstance(task, CodeTask):
             continue
-        with Writer(run, kind="verdicts") as writer:
+        shown = reporting(progress, "programs", lambda run: f"{run.what['model']}, {run.what['condition']['name']}")
+        with Writer(run, kind="verdicts") as writer, shown as report:
             records, done = records_of(run), verdicts(run)
             left = [record for record in records if record["sample"] not in done]
             samples = {sample.id: sample for sample in task.samples()} if left else {}
             for number, record in enumerate(left, len(records) - len(left) + 1):
                 writer.add(_judge(record, samples, task, limits))
-                if progress is not None:
-                    progress(run, number, len(records))
+                report(run, number, len(records))
         ran += len(left)
     return ran
 

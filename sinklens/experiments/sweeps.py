@@ -9,7 +9,7 @@ Where two tokens are that close, a stacked run can choose the other one. With ``
 slowest row of its batch, so its step numbers depend on the rest of the batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from sinklens.runs.result import Generation
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.utils.arguments import Count, Seed, Words, checked, read_as
+from sinklens.utils.progress import Progress, reporting
 
 Group = dict[str, list[Any]]
 
@@ -51,7 +52,7 @@ def sweep(
     seed: Seed = 0,
     chat_template: bool | str = False,
     cache: CachePolicy | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
     **settings: Any,
 ) -> xr.Dataset:
     """Run every intervention on every prompt, and compare each with the run without it.
@@ -68,7 +69,7 @@ def sweep(
             per-step measures of `compare`. Answers and canvases are then always the base run's.
         batch_size: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
         cache: a cache policy or its name, for every run, also those that the others are compared with.
-        progress: show a progress bar; by default on a terminal.
+        progress: as in `sinklens.generate`; it counts runs of several interventions, and without `metric` alone.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:
@@ -110,11 +111,14 @@ def sweep(
         log.report()
         return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
     groups, found = _groups(listed, batch_size // size), [list[xr.Dataset]() for _ in batches]
-    for number, group in _shown([(number, group) for number in range(len(batches)) for group in groups], progress):
-        if not found[number]:
-            logits = MaskedLogits()
-            base = finished(start(batches[number], [logits] if replay else [], None, 1))
-        found[number].append(_run(start, batches[number], group, base, logits if replay else None))
+    work = [(number, group) for number in range(len(batches)) for group in groups]
+    with reporting(progress, "runs", lambda: "sweep") as report:
+        for done, (number, group) in enumerate(work, 1):
+            if not found[number]:
+                logits = MaskedLogits()
+                base = finished(start(batches[number], [logits] if replay else [], None, 1))
+            found[number].append(_run(start, batches[number], group, base, logits if replay else None))
+            report(done, len(work))
     log.report()
     parts = [xr.concat(part, dim="intervention", join="outer") for part in found]
     swept = xr.concat(parts, dim="prompt", join="outer").sel(intervention=list(listed))
@@ -164,16 +168,6 @@ def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
     others = [name for name in listed if name not in alone]
     shared = [others[start : start + size] for start in range(0, len(others), size)]
     return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]
-
-
-def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    shown = console.is_terminal if progress is None else progress
-    # another bar may be active, and two cannot be shown
-    yield from track(parts, "sweep", console=console, transient=True) if shown else parts
 
 
 def _run(

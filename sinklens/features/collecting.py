@@ -30,7 +30,7 @@ from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.result import Generation
 from sinklens.sinks.store import StoredType
 from sinklens.utils.arguments import Count, Seed, as_tuple, checked, read_as
-from sinklens.utils.progress import OnProgress
+from sinklens.utils.progress import Progress, reporting
 
 Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 """What was kept at a point, by step: the rows, columns and activations of the places."""
@@ -50,7 +50,7 @@ def collect(
     seed: Seed = 0,
     chat_template: bool | str = False,
     dtype: StoredType = "float32",
-    progress: OnProgress | None = None,
+    progress: Progress = None,
     **settings: Any,
 ) -> ActivationStore:
     """Run `model` on `prompts` and write the activations at `point` to a Zarr store; the same call resumes.
@@ -70,7 +70,7 @@ def collect(
             of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
         dtype: type of the activations on disk; float16 and bfloat16 halve its size.
-        progress: called after each batch with the number of finished prompts and of all prompts.
+        progress: as in `sinklens.generate`; a function is called with the number of finished prompts and of all.
 
     Raises:
         SettingError: there are no prompts, a batch_size below 1, a model without a mask token, or `out` holds
@@ -96,19 +96,19 @@ def collect(
         "prompts": len(listed), "prompts_sha256": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
     }  # fmt: skip
     store = ActivationStore.begin(out, about)
-    for part in _batches(listed, store, size):
-        kept: dict[str, Kept] = {name: {} for name in points}
-        hooks = [
-            ScopeReader(name, partial(_keep, found), scope=scope, steps=only_steps, positions=positions)
-            for name, found in kept.items()
-        ]
-        run = generate(
-            model, part, seed=seed, chat_template=chat_template, hooks=hooks, progress=False, record_sinks=False,
-            **settings,
-        )  # fmt: skip
-        store.append(_rows(run, kept, store.prompts_done), store.prompts_done + len(part))
-        if progress is not None:
-            progress(store.prompts_done, len(listed))
+    with reporting(progress, "prompts", lambda: "collect") as report:
+        for part in _batches(listed, store, size):
+            kept: dict[str, Kept] = {name: {} for name in points}
+            hooks = [
+                ScopeReader(name, partial(_keep, found), scope=scope, steps=only_steps, positions=positions)
+                for name, found in kept.items()
+            ]
+            run = generate(
+                model, part, seed=seed, chat_template=chat_template, hooks=hooks, progress=False, record_sinks=False,
+                **settings,
+            )  # fmt: skip
+            store.append(_rows(run, kept, store.prompts_done), store.prompts_done + len(part))
+            report(store.prompts_done, len(listed))
     require(len(store), f"no run has a place in {scope=}, {only_steps=}, {positions=}.")
     return store
 

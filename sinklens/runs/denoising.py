@@ -43,7 +43,7 @@ from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.memory import explained
-from sinklens.utils.progress import progress_bar
+from sinklens.utils.progress import reporting
 from sinklens.utils.versions import versions
 
 
@@ -185,8 +185,9 @@ class Denoising:
         Raises:
             DeviceMemoryError: memory ran out; the model remains usable.
         """
-        bar = progress_bar(self.settings.most_steps, self.request.progress)
-        with explained(self._what_to_lower), self._hooked(), bar as self._bar:
+        shown = reporting(self.request.progress, "steps", lambda: "denoising")
+        with explained(self._what_to_lower), self._hooked(), shown as self._report:
+            self._report(0, self.settings.most_steps)
             run(self.state, self.settings, [self, *listeners], self._frames)
 
     def _what_to_lower(self) -> str:
@@ -241,8 +242,7 @@ class Denoising:
         return None if data is None else SinkTrack(data)
 
     def before(self, step: int, state: State) -> None:
-        """Show how much is done, and begin recording a step."""
-        self._bar.update(step - self._bar.n)
+        """Begin recording a step."""
         if self._recorder is not None:
             self._recorder.begin_step(step)
 
@@ -257,7 +257,7 @@ class Denoising:
             point = self.model.tree.hook_dict[name]
             if isinstance(point, SamplerPoint) and point.reached != 0:
                 raise HookOrderError(never_passed(name, self.settings.name))
-        self._bar.update(step + 1 - self._bar.n)
+        self._report(step + 1, self.settings.most_steps)
         self.sums.end_step()
         if self._recorder is None:
             return

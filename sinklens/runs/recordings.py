@@ -46,6 +46,7 @@ from sinklens.utils.arguments import Seed, Words, as_tuple, checked, read_as
 from sinklens.utils.atomic import write_file
 from sinklens.utils.documents import parse_json, read_text
 from sinklens.utils.integers import as_integer
+from sinklens.utils.progress import Progress
 
 FORMAT = "canvases 1"
 MOST_CANVASES = 2**30  # bytes of a file
@@ -287,7 +288,7 @@ def replay(
     *,
     hooks: Hooks = (),
     record_sinks: Any = True,
-    progress: bool | None = None,
+    progress: Progress = None,
     **settings: Any,
 ) -> Generation:
     """Run a model over the canvases of a recorded run, with the points, hooks and interventions of `generate`.

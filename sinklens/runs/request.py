@@ -17,6 +17,7 @@ from sinklens.runs.result import Replayable
 from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks.record import Record
 from sinklens.utils.arguments import Seed, Unread, Words, check_arguments
+from sinklens.utils.progress import Progress
 
 HOOKS = (
     "hooks= must be a list of (name or predicate, function) pairs and interventions, "
@@ -47,7 +48,7 @@ class RunRequest:
     record_sinks: Recorded = True
     replay: Replayable | Tensor | None = None
     cache: CachePolicy | None = None
-    progress: bool | None = None
+    progress: Progress = None
     allow_longer: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     copies: int = 1

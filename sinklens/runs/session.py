@@ -32,6 +32,7 @@ from sinklens.runs.result import Generation, Replayable
 from sinklens.runs.steps import StepServer, VisitedSteps
 from sinklens.sampling.policies import CachePolicy
 from sinklens.utils.arguments import Seed, plainly_shown
+from sinklens.utils.progress import Progress
 
 
 @plainly_shown
@@ -45,7 +46,7 @@ def trace(
     record_sinks: Recorded = True,
     replay: Replayable | Tensor | None = None,
     cache: CachePolicy | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
     allow_longer: bool = False,
     **settings: Any,
 ) -> "Trace":
@@ -86,7 +87,7 @@ def generate(
     record_sinks: Recorded = True,
     replay: Replayable | Tensor | None = None,
     cache: CachePolicy | None = None,
-    progress: bool | None = None,
+    progress: Progress = None,
     allow_longer: bool = False,
     **settings: Any,
 ) -> Generation:
@@ -116,7 +117,8 @@ def generate(
         cache: a policy of `sinklens.sampling` (`DualCache()`, or its name, "dual"): which keys and values a step
             computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
             only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
-        progress: show a progress bar; by default on a terminal, after a few seconds.
+        progress: show a progress bar; by default on a terminal, after a few seconds. Or a function, called with the
+            number of steps done and of all.
         allow_longer: run prompts and answers that need more positions than the model was made for, with a warning; not
             in networks with an embedding for each position.
         **settings: settings of the model's sampler, such as `sinklens.families.llada.LladaSettings`;

@@ -1,22 +1,51 @@
-"""A progress bar for long runs, and what transformers shows while it loads a model.
+"""``progress=`` of long calls, and what transformers shows while it loads a model.
 
-By default the bar appears only on a terminal, after a few seconds; ``progress=True`` always shows it and
-``progress=False`` never does.
+By default a bar appears only on a terminal, after a few seconds; ``progress=True`` always shows it and
+``progress=False`` never does. A function replaces the bar: it is called with how much is done and the total, in calls
+that count several things after the thing.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
+from sinklens.utils.escaping import spelled
+
 PATIENCE = 3.0  # seconds before a bar appears by default
-OnProgress = Callable[[int, int], None]  # gets how much is done, and the total
+Progress = bool | Callable[..., None] | None
 
 
-def progress_bar(steps: int, wanted: bool | None) -> tqdm:
-    """A bar for the steps of a run, to be closed by a ``with`` block."""
-    disable, delay = None if wanted is None else not wanted, 0.0 if wanted else PATIENCE
-    return tqdm(total=steps, desc="denoising", disable=disable, delay=delay, leave=False)
+@contextmanager
+def reporting(progress: Progress, unit: str, label: Callable[..., str]) -> Iterator[Callable[..., None]]:
+    """The function of ``progress=``, or one that draws a bar for each thing.
+
+    Args:
+        unit: what is counted, in the plural.
+        label: the text of a bar, from the thing.
+    """
+    if callable(progress):
+        yield progress
+        return
+    disable, delay = None if progress is None else not progress, 0.0 if progress else PATIENCE
+    with bars(unit, disable=disable, delay=delay, leave=False) as draw:
+        yield lambda *told: draw(label(*told[:-2]), *told[-2:])
+
+
+@contextmanager
+def bars(unit: str, **options: Any) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call with a label, the units done and the total, which draws a bar of tqdm for each label."""
+    shown: dict[str, Any] = {}
+    with ExitStack() as opened:
+
+        def draw(label: str, done: int, total: int) -> None:
+            if label not in shown:
+                bar = tqdm(desc=spelled(label), total=total, initial=done, unit=f" {unit}", **options)
+                shown[label] = opened.enter_context(bar)
+            shown[label].update(done - shown[label].n)
+
+        yield draw
 
 
 @contextmanager
