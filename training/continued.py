@@ -8,6 +8,10 @@ whose prompts are never predicted. The *masked* arm draws a share t in (0.02, 1)
 probability t, and divides the cross-entropy by t; logits at position i − 1 predict position i. The *causal* arm
 predicts every next token.
 
+FOLDER is that of smollm2-135m in the cache. FILE holds four arrays of token ids: ``train`` and ``held`` (documents that
+``python -m training.text`` gathered, each followed by token 0), ``rows`` (problems with their answers, padded with
+token 0 to 256) and ``starts`` (where the answers begin).
+
 Batches depend only on (seed, step), so an interrupted run resumes exactly; on a graphics card, up to rounding. At
 chosen numbers of tokens, the sinks are measured (sinks.py). Each run has a folder: ``state.pt`` to resume from,
 ``log.jsonl``, ``measures.jsonl`` and, in the end, ``adapter``, a folder in peft's format.
