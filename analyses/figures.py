@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import UNITS, colours, plain, short, wrapped
+from sinklens.sinks.labels import UNITS, plain, short, wrapped
+from sinklens.sinks.palette import colours
 from sinklens.views.charts import curves, interval_dots
 from sinklens.views.figures import panels
 

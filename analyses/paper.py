@@ -32,8 +32,9 @@ from sinklens.evaluation.verification import MOST_SINKS, STILL
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
-from sinklens.sinks.labels import COLOURS, SEQUENTIAL, short, token_labels, token_ticks
-from sinklens.views import curves, interval_dots, most_moving_head, panels, sink_map, sink_paths
+from sinklens.sinks.labels import short, token_labels, token_ticks
+from sinklens.sinks.palette import COLOURS
+from sinklens.views import color_map, curves, interval_dots, most_moving_head, panels, sink_map, sink_paths
 from sinklens.views.patterns import patterns_at
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _each(data: Mapping[str, xr.Dataset], draw: Callable[..., None], per_model: 
 
 
 def _strength(ax: "Axes", data: xr.Dataset, name: str) -> None:
-    image = ax.imshow(data["strength"].mean("prompt"), cmap=SEQUENTIAL, aspect="auto", vmin=0)
+    image = ax.imshow(data["strength"].mean("prompt"), cmap=color_map(), aspect="auto", vmin=0)
     ax.figure.colorbar(image, ax=ax, label="column sum of the strongest key")
     ax.set(xlabel="head", ylabel="layer", title=name)
 
@@ -337,7 +338,7 @@ def _strength(ax: "Axes", data: xr.Dataset, name: str) -> None:
 def _moving(before: "Axes", after: "Axes", data: xr.Dataset, name: str) -> None:
     labels = token_labels(SinkTrack(data))
     for ax, step, pattern in zip((before, after), data["moment"].to_numpy(), data["pattern"], strict=True):
-        image = ax.imshow(pattern, cmap=SEQUENTIAL, interpolation="nearest")
+        image = ax.imshow(pattern, cmap=color_map(), interpolation="nearest")
         ax.figure.colorbar(image, ax=ax, label="attention")
         token_ticks(ax.xaxis, labels)
         token_ticks(ax.yaxis, labels)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pandas
 
-from sinklens.sinks.labels import colours
+from sinklens.sinks.palette import colours
 from sinklens.views.figures import panels
 
 if TYPE_CHECKING:

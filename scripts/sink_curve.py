@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas
 
-from sinklens.sinks.labels import colours
+from sinklens.sinks.palette import colours
 from sinklens.utils.estimates import bootstrap
 from sinklens.views.figures import panels
 

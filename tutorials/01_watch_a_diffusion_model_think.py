@@ -19,6 +19,7 @@ import torch
 
 import sinklens
 from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.views import color_map
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 
@@ -70,7 +71,7 @@ for step in (0, 6, 12, 18, 24):
 decided = run.unmask_step[0, start:]
 final = words(run.tokens[0, start:])
 figure, ax = plt.subplots(figsize=(11, 5), layout="constrained")
-ax.imshow(np.arange(run.steps_run)[:, None] > decided.numpy(), cmap="Blues", vmax=4, aspect="auto")
+ax.imshow(np.arange(run.steps_run)[:, None] > decided.numpy(), cmap=color_map(), vmax=4, aspect="auto")
 for place, (step, word) in enumerate(zip(decided.tolist(), final, strict=True)):
     ax.text(place, step, word, ha="center", va="center", fontsize=9)
 ax.set(xlabel="position in the answer", ylabel="step")
@@ -126,7 +127,7 @@ assert (candidates == run.tokens[0, start:]).all()  # no step proposed anything 
 # %%
 undecided = np.where(confidence > 0, confidence, np.nan)  # -inf where a position is already decided
 figure, ax = plt.subplots(figsize=(11, 5), layout="constrained")
-image = ax.imshow(undecided, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+image = ax.imshow(undecided, cmap=color_map(), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
 ax.set_xticks(np.arange(len(final)), final)
 ax.set(xlabel="position in the answer, by its final token", ylabel="step", title="confidence of undecided positions")
 figure.colorbar(image, ax=ax)
@@ -158,9 +159,9 @@ labels = words(run.tokens[0])
 places = np.arange(len(labels))
 figure, axes = plt.subplots(1, 2, figsize=(13, 6.4), layout="constrained", sharey=True)
 for ax, step in zip(axes, (0, 23), strict=True):
-    image = ax.imshow(patterns[step, 4], cmap="magma", vmin=0, vmax=0.6)
-    ax.axvline(start - 0.5, color="white", linewidth=0.6)
-    ax.axhline(start - 0.5, color="white", linewidth=0.6)
+    image = ax.imshow(patterns[step, 4], cmap=color_map(), vmin=0, vmax=0.6)
+    ax.axvline(start - 0.5, color="0.3", linewidth=0.6)
+    ax.axhline(start - 0.5, color="0.3", linewidth=0.6)
     ax.set_xticks(places, labels, rotation=90, fontsize=6)
     ax.set_yticks(places, labels, fontsize=6)
     ax.set(title=f"layer 0, head 4, step {step}", xlabel="key")

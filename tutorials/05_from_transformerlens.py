@@ -22,6 +22,7 @@ from transformer_lens import ActivationCache, patching, utilities
 from transformer_lens.model_bridge import TransformerBridge
 
 import sinklens
+from sinklens.views import color_map
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 torch.set_grad_enabled(False)
@@ -137,8 +138,8 @@ torch.testing.assert_close(lens[-1], logits.softmax(-1), atol=1e-4, rtol=1e-4)
 
 
 # %%
-def heat(ax, values, rows, columns, label, **how):
-    image = ax.imshow(values, aspect="auto", **how)
+def heat(ax, values, rows, columns, label, kind="sequential", **how):
+    image = ax.imshow(values, aspect="auto", cmap=color_map(kind), **how)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xticks(range(len(columns)), columns, rotation=90)
     ax.figure.colorbar(image, ax=ax).set_label(label)
@@ -150,7 +151,7 @@ figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 heat(ax, chance, labels, [f"pos {position}" for position in masked], "probability of the likeliest", vmin=0, vmax=1)
 for row, column in torch.cartesian_prod(*map(torch.arange, token.shape)).tolist():
     text = model.to_str_tokens([int(token[row, column])])[0]
-    colour = "white" if chance[row, column] < 0.6 else "black"
+    colour = "black" if chance[row, column] < 0.5 else "white"
     ax.text(column, row, repr(text)[1:-1], ha="center", va="center", fontsize=8, color=colour)
 ax.set_title("Logit lens at the masked positions, step 16")
 plt.show()
@@ -196,7 +197,7 @@ restored = (torch.as_tensor(patched) - bottom) / (top - bottom)
 figure, ax = plt.subplots(figsize=(9, 3), layout="constrained")
 columns = [repr(word)[1:-1].replace("<|endoftext|>", "end") for word in model.to_str_tokens(clean_ids[0])]
 columns = [word.replace("<|mdm_mask|>", "[mask]").replace("<|startoftext|>", "start") for word in columns]
-heat(ax, restored, [f"layer {n}" for n in range(4)], columns, "share restored", cmap="RdBu_r", vmin=-1, vmax=1)
+heat(ax, restored, [f"layer {n}" for n in range(4)], columns, "share restored", kind="diverging", vmin=-1, vmax=1)
 ax.tick_params(axis="x", labelsize=6)
 ax.set_title("hook_resid_pre patched, clean into corrupted")
 plt.show()
@@ -239,7 +240,7 @@ for step in caches:
 attributed = torch.stack(rows, dim=1)  # [component, step]
 
 figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
-heat(ax, attributed, parts, [str(step) for step in caches], "logits", cmap="RdBu_r", vmin=-9, vmax=9)
+heat(ax, attributed, parts, [str(step) for step in caches], "logits", kind="diverging", vmin=-9, vmax=9)
 ax.set(title='Logit of " 14" less that of " 13" at the result, by component', xlabel="step")
 plt.show()
 

@@ -22,6 +22,7 @@ import torch
 import sinklens
 from sinklens import features
 from sinklens.tasks.word_problems import held_out, training
+from sinklens.views import color_map
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 model = sinklens.load("tiny-llada")
@@ -87,7 +88,7 @@ answer = slice(run.prompt_length, None)
 for ax, shown, title in zip(
     axes, (sinks[row] & masked[row], fires[row, ..., top[0]] & masked[row]), ("sink", f"feature {top[0]}"), strict=True
 ):
-    ax.imshow(shown[:, answer], aspect="auto", cmap="Greys", interpolation="nearest")
+    ax.imshow(shown[:, answer], aspect="auto", cmap=color_map(), interpolation="nearest")
     ax.set(title=f"{title}, masked positions", xlabel="position of the answer")
 axes[0].set_ylabel("step")
 plt.show()

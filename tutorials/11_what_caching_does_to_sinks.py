@@ -24,6 +24,7 @@ import sinklens
 from sinklens.experiments import effect, sinks_compared
 from sinklens.sampling import DualCache, KeepSinks, PrefixCache
 from sinklens.tasks.word_problems import held_out
+from sinklens.views import color_map
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 model = sinklens.load("tiny-llada")
@@ -46,7 +47,7 @@ assert int(run.sinks["staleness"].max()) == 7
 
 # %%
 plt.figure(figsize=(8, 3), layout="constrained")
-plt.imshow(run.sinks["staleness"].isel(batch=0, layer=0), aspect="auto", cmap="Blues", interpolation="nearest")
+plt.imshow(run.sinks["staleness"].isel(batch=0, layer=0), aspect="auto", cmap=color_map(), interpolation="nearest")
 plt.gca().set(xlabel="position", ylabel="step", title="age of each key under DualCache, in steps")
 plt.colorbar()
 plt.show()

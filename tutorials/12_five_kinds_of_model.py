@@ -14,6 +14,7 @@ import torch
 
 import sinklens
 from sinklens.sinks import motion
+from sinklens.views import color_map
 
 torch.set_num_threads(1)  # models this small gain nothing from more
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -53,7 +54,7 @@ assert all(run.sinks is not None for run in runs.values())
 # %%
 figure, axes = plt.subplots(1, len(runs), figsize=(15, 2.8), layout="constrained")
 for ax, (kind, run) in zip(axes, runs.items(), strict=True):
-    ax.imshow(run.undecided[0].int(), aspect="auto", cmap="Greys", interpolation="nearest")
+    ax.imshow(run.undecided[0].int(), aspect="auto", cmap=color_map(), interpolation="nearest")
     ax.set(title=kind, xlabel="position", ylabel="step")
 figure.suptitle("undecided positions, by step")
 plt.show()

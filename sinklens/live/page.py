@@ -40,7 +40,7 @@ def files() -> dict[str, tuple[str, str]]:
     script = html.bundle([*map(html.asset, html.COMPONENTS), *map(_own, SCRIPTS)])
     return {
         "lab.js": ("text/javascript", script),
-        "lab.css": ("text/css", html.asset("report.css") + _own("lab.css")),
+        "lab.css": ("text/css", html.REPORT.style() + _own("lab.css")),
         "circuitsvis.js": ("text/javascript", html.circuitsvis()),
     }
 

@@ -12,7 +12,8 @@ from jaxtyping import Int
 
 from sinklens.errors import TrackError, require
 from sinklens.sinks.data import TrackData, Unit
-from sinklens.sinks.labels import SEQUENTIAL, UNITS, short, token_labels, token_ticks, wrapped
+from sinklens.sinks.labels import UNITS, short, token_labels, token_ticks, wrapped
+from sinklens.sinks.palette import COLOURS, color_map
 from sinklens.utils.arguments import checked
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def sink_map(
         tokens: ids that label the positions; by default those that entered the last step.
         caption: whether the figure says what it shows: model, layer, head and marks; a paper has that below it.
     """
-    from matplotlib import colormaps
-
     track.require(layer=layer, head=head, batch=row)
     require(
         len(range(track.steps)[steps]),
@@ -75,13 +74,13 @@ def sink_map(
     known, labels = np.nan_to_num(values, nan=0.0), token_labels(track, row, tokens)
     strongest = np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
     which = f"row {int(track.data['batch'][row])}, " if track.data.sizes["batch"] > 1 else ""
-    ax, dark = axes_or_new(ax), colormaps[SEQUENTIAL].with_extremes(bad="0.85")  # gray for missing values
-    image = ax.imshow(values, aspect="auto", cmap=dark, interpolation="nearest", vmin=0)
+    ax = axes_or_new(ax)
+    image = ax.imshow(values, aspect="auto", cmap=color_map(), interpolation="nearest", vmin=0)
     ax.plot(
         strongest, np.arange(len(values)), "o", label="strongest key",
-        color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
+        color=COLOURS[1], markersize=3.5, markeredgecolor="white", markeredgewidth=0.5,
     )  # fmt: skip
-    ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
+    ax.axvline(track.prompt_length - 0.5, color="0.2", linewidth=0.8, linestyle=":")
     title = f"{model_name(track)}: {which}{layer_and_head(track, layer, head)}" if caption else ""
     xlabel = f"{'token at each position' if track.vocabulary else 'position'}{f' ({MARKS})' * caption}"
     ax.set(ylabel="step", title=title, xlabel=xlabel)

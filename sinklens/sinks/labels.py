@@ -18,8 +18,6 @@ from sinklens.sinks.data import TrackData
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, color-blind safe
-SEQUENTIAL, DIVERGING = "magma", "RdBu_r"  # color maps of every heat map, safe as well
 UNITS = {
     "sum": "attention received, column sum (uniform = 1)",
     "percent": "attention received, % of all",
@@ -48,11 +46,6 @@ def wrapped(text: str, width: int = 26) -> str:
 def short(name: str) -> str:
     """A model's name without its parent folders."""
     return plain(name.rstrip("/").rpartition("/")[2])
-
-
-def colours(count: int) -> list[str]:
-    """Colors of `count` models; they repeat after six."""
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
 def token_label(text: str, limit: int = 16) -> str:

@@ -1,6 +1,7 @@
 """Views of runs: `report` (one HTML file), `attention` (CircuitsVis heads), figures, and the terminal view."""
 
 from sinklens.sinks.drawing import sink_map
+from sinklens.sinks.palette import color_map
 from sinklens.views.attention import attention
 from sinklens.views.charts import (
     accuracy_curves,
@@ -23,6 +24,7 @@ from sinklens.views.widget import run_widget
 __all__ = [
     "accuracy_curves",
     "attention",
+    "color_map",
     "curves",
     "effect_map",
     "feature_page",

@@ -102,7 +102,7 @@ class AttentionView:
             "maskUpperTri": causal,
             "maxValue": float(np.round(values.max(), 4)) or 1.0,
         }
-        note = f"{title}: rows attend to columns; {grouped}darkest is {props['maxValue']:.2g}."
+        note = f"{title}: rows attend to columns; {grouped}full color is {props['maxValue']:.2g}."
         self.document = HEADS.document(data=circuitsvis_chunk() + json_block("props", {"props": props, "note": note}))
 
     def picture(self, ax: "Axes | None" = None, *, caption: bool = True) -> "Axes":

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short
+from sinklens.sinks.labels import plain, short
+from sinklens.sinks.palette import colours
 from sinklens.utils.arguments import checked
 from sinklens.views.figures import panels
 

@@ -8,7 +8,8 @@ import xarray as xr
 from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import DIVERGING, SEQUENTIAL, colours, plain, wrapped
+from sinklens.sinks.labels import plain, wrapped
+from sinklens.sinks.palette import color_map, colours
 from sinklens.utils.arguments import Words, checked
 
 if TYPE_CHECKING:
@@ -33,22 +34,26 @@ def effect_map(
 
     Args:
         rows, columns: name of the axis, and the labels along it.
-        bounds: range of the colors; a range with both signs goes from blue through white to red.
+        bounds: range of the colors; a range with both signs goes from blue through white to orange.
         label: label of the color bar; without a label there is no color bar.
     """
-    from matplotlib import colormaps
-
     ax = axes_or_new(ax, (5, 4))
     low, high = bounds or (0.0, float(np.nanmax(values, initial=0.0)) or 1.0)
-    colours = colormaps[DIVERGING if low < 0 else SEQUENTIAL].with_extremes(bad="0.85")
-    image = ax.imshow(values, aspect="auto", cmap=colours, interpolation="nearest", vmin=low, vmax=high)
+    image = ax.imshow(
+        values,
+        aspect="auto",
+        cmap=color_map("diverging" if low < 0 else "sequential"),
+        interpolation="nearest",
+        vmin=low,
+        vmax=high,
+    )
     for axis, (name, labels) in ((ax.yaxis, rows), (ax.xaxis, columns)):
         every = range(0, len(labels), -(-len(labels) // 12))
         axis.set_ticks(list(every), [plain(str(labels[place])) for place in every])
         axis.set_label_text(name)
     for (row, column), value in np.ndenumerate(values if values.size <= WRITTEN else values[:0]):
         if not np.isnan(value):
-            dark = (value - low) / (high - low) < 0.6 if low >= 0 else abs(value) > 0.6 * high
+            dark = np.dot(image.to_rgba(value)[:3], (0.3, 0.6, 0.1)) < 0.5  # how light it is, from 0 to 1
             number = f"{round(float(value), 2) + 0.0:.2f}"  # avoids -0.00
             ax.text(column, row, number, ha="center", va="center", fontsize=7, color="w" if dark else "k")
     if label:

@@ -15,23 +15,13 @@ import numpy as np
 
 from sinklens.features.reading import FeatureExample, FeatureSummary
 from sinklens.model import Model
+from sinklens.sinks.palette import RAMPS
 from sinklens.utils.arguments import as_tuple, checked
 from sinklens.utils.atomic import write_file
 from sinklens.views.html import asset, hashes, token_text
 
 LEVELS = 8
 AROUND = 24  # tokens shown on each side of an example
-STYLE = "\n".join(
-    [
-        "body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }",
-        "section { border-top: 1px solid #ccc; padding: .5rem 0 1rem; }",
-        "p.example { font-family: ui-monospace, monospace; font-size: 13px; margin: .3rem 0; }",
-        "p.example b { outline: 2px solid #b30000; }",
-        "span.what { color: #555; } table { border-collapse: collapse; } td, th { padding: .1rem .7rem .1rem 0; }",
-        "td, th { text-align: left; } svg { display: block; }",
-        *(f".a{level} {{ background: rgba(230, 85, 13, {level / LEVELS:.2f}); }}" for level in range(1, LEVELS + 1)),
-    ]
-)
 
 
 @checked
@@ -48,11 +38,24 @@ def feature_page(
     """
     from jinja2 import Environment, StrictUndefined
 
+    style = _style()
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(asset("features.html"))
     write_file(out, page.render(
-        title=title, summaries=as_tuple(summaries), style=STYLE, bars=_bars, tokens=partial(_tokens, model),
-        policy=f"default-src 'none'; style-src {hashes([STYLE])}; base-uri 'none'; form-action 'none'",
+        title=title, summaries=as_tuple(summaries), style=style, bars=_bars, tokens=partial(_tokens, model),
+        policy=f"default-src 'none'; style-src {hashes([style])}; base-uri 'none'; form-action 'none'",
     ))  # fmt: skip
+
+
+def _style() -> str:
+    """The style sheet, with a class for each level of how strongly a feature fires."""
+    tint = "--tint: {}; /* text on it can still be read */"
+    colors = f":root {{ {tint.format(RAMPS['sequential'][3])} }}\n"
+    colors += f"@media (prefers-color-scheme: dark) {{ :root {{ {tint.format(RAMPS['dark'][2])} }} }}\n"
+    shades = (
+        f".a{level} {{ background: color-mix(in srgb, var(--tint) {100 * level // LEVELS}%, transparent); }}\n"
+        for level in range(1, LEVELS + 1)
+    )
+    return asset("theme.css") + asset("features.css") + colors + "".join(shades)
 
 
 def _tokens(model: "Model", one: FeatureExample) -> Iterator[tuple[str, int, bool]]:

@@ -17,8 +17,9 @@ from sinklens.sinks.drawing import (
     model_name,
     step_ticks,
 )
-from sinklens.sinks.labels import COLOURS, plain, wrapped
+from sinklens.sinks.labels import plain, wrapped
 from sinklens.sinks.motion import jumps
+from sinklens.sinks.palette import COLOURS, RAMPS
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.arguments import Count, checked
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.typing import ColorType
 
-MASKED = "#c6dbef"
-PATH = COLOURS[1]
+MASKED, PATH = RAMPS["sequential"][1], COLOURS[1]
 
 
 @checked

@@ -20,6 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError, require
+from sinklens.sinks import palette
 from sinklens.utils.escaping import spelled
 
 if TYPE_CHECKING:
@@ -67,14 +68,14 @@ class PageFiles:
         return fill(asset(f"{self.template}.html"), filled)
 
 
-HEADS = PageFiles("heads", ["heads.css"], ["chunks.js", "heads.js"])
+HEADS = PageFiles("heads", ["theme.css", "heads.css"], ["chunks.js", "heads.js"])
 COMPONENTS = ("chunks.js", "dom.js", "run.js", "controls.js", "tokens.js", "figures.js", "attention.js")
-REPORT = PageFiles("report", ["report.css"], [*COMPONENTS, "report.js", "start.js"], frame=HEADS)
+REPORT = PageFiles("report", ["theme.css", "report.css"], [*COMPONENTS, "report.js", "start.js"], frame=HEADS)
 
 
 def bundle(scripts: Iterable[str]) -> str:
-    """One script from several, with a scope of its own."""
-    return '(() => {\n"use strict";\n' + "\n".join(scripts) + "})();"
+    """One script from several, with a scope of its own and the colors of all pictures."""
+    return '(() => {\n"use strict";\n' + "\n".join([palette.script(), *scripts]) + "})();"
 
 
 def fill(template: str, blocks: Mapping[str, str]) -> str:

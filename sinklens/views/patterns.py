@@ -20,7 +20,8 @@ from torch import Tensor
 from sinklens.errors import TrackError, require
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import SEQUENTIAL, plain, token_label, token_ticks
+from sinklens.sinks.labels import plain, token_label, token_ticks
+from sinklens.sinks.palette import color_map
 from sinklens.utils.arguments import Words, checked
 
 if TYPE_CHECKING:
@@ -93,8 +94,6 @@ def pattern_map(
     Raises:
         SettingError: `pattern` is not a map, or its size is not that of the texts.
     """
-    from matplotlib import colormaps
-
     values, queries = (
         np.asarray(torch.as_tensor(pattern).detach().float().cpu()),
         tokens if queries is None else queries,
@@ -106,8 +105,7 @@ def pattern_map(
     )
     inches = [1.2 + 0.12 * max(8, min(60, size)) for size in values.shape]
     ax = axes_or_new(ax, (inches[1] + 1, inches[0] + 0.4))
-    colours = colormaps[SEQUENTIAL].with_extremes(bad="0.85")
-    image = ax.imshow(values, aspect="auto", cmap=colours, interpolation="nearest", vmin=0)
+    image = ax.imshow(values, aspect="auto", cmap=color_map(), interpolation="nearest", vmin=0)
     received = np.nansum(values, axis=0)
     for axis, texts in ((ax.xaxis, tokens), (ax.yaxis, queries)):
         token_ticks(axis, [token_label(text) for text in texts], received if len(texts) == len(received) else None)

@@ -10,23 +10,19 @@ from sinklens.utils.escaping import in_markdown, spelled
 from sinklens.views.html import asset, hashes
 
 PAGES = {"index.html": spelled, "report.md": in_markdown}
-STYLE = (
-    "body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
-    "table { border-collapse: collapse; display: block; overflow-x: auto; } img { max-width: 100%; }"
-    "td, th { padding: .1rem .9rem .1rem 0; text-align: left; } section { border-top: 1px solid #ccc; }"
-)
 
 
 def reproduction_pages(shown: Mapping[str, Any]) -> dict[str, str]:
     """Each of `PAGES`, by name; `shown` is what `sinklens.analyses.reproduce` found."""
     from jinja2 import Environment, StrictUndefined
 
-    pages, policy = {}, f"default-src 'none'; style-src {hashes([STYLE])}; img-src data:"
+    style = asset("theme.css") + asset("reproduction.css")
+    pages, policy = {}, f"default-src 'none'; style-src {hashes([style])}; img-src data:"
     for name, escape in PAGES.items():
         environment = Environment(
             autoescape=name.endswith(".html"), undefined=StrictUndefined, trim_blocks=True,
             finalize=lambda value, escape=escape: escape(value) if type(value) is str else value,
         )  # fmt: skip
         template = environment.from_string(asset(f"reproduction.{name.rpartition('.')[2]}"))
-        pages[name] = template.render(shown, style=STYLE, policy=policy)
+        pages[name] = template.render(shown, style=style, policy=policy)
     return pages

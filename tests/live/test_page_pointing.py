@@ -51,9 +51,9 @@ def test_paths_keys_and_token_ids_are_chosen_by_pointing(page, browser, tiny_lla
     top = plain.sinks.top(1)[0, :, :, :, 0].to_numpy()
     step, layer, head = next(place for place in np.ndindex(top.shape) if (top[place[0]] == top[place]).sum() == 1)
     browser.js(
-        "const [along, up] = arguments, node = document.getElementById('path'); "  # margins: 34 left, 10 right, 6, 20
+        "const [along, up] = arguments, node = document.getElementById('path'); "  # margins: 50 left, 10 right, 6, 36
         "node.scrollIntoView({block: 'center'}); const box = node.getBoundingClientRect(); "
-        "const clientX = box.left + 34 + along * (box.width - 44), clientY = box.bottom - 20 - up * (box.height - 26); "
+        "const clientX = box.left + 50 + along * (box.width - 60), clientY = box.bottom - 36 - up * (box.height - 42); "
         "node.dispatchEvent(new MouseEvent('dblclick', {clientX, clientY, bubbles: true}))",
         step / (len(top) - 1),
         (int(top[step, layer, head]) + 0.5) / plain.canvas.shape[-1],

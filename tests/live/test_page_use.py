@@ -178,7 +178,7 @@ def test_the_history_can_be_filtered_and_undone(page, browser):
 def test_colors_layers_and_files_are_offered(page, browser, tiny_llada, plain):
     page.run()
     page.go_to(4)
-    for name, said in (("confidence", "Darkest: 1"), ("entropy", "nats"), ("decided", "the last step")):
+    for name, said in (("confidence", "Full color: 1"), ("entropy", "nats"), ("decided", "the last step")):
         browser.choose("token-color", name)
         browser.wait(f"return document.querySelector('.card.canvas .head p').textContent.includes('{said}')")
     colored = browser.js(

@@ -11,8 +11,10 @@ from tracks import made
 
 import sinklens
 from sinklens.errors import SinklensError
-from sinklens.sinks.labels import COLOURS, SEQUENTIAL, plain, short, token_label, token_labels, token_ticks
+from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
+from sinklens.sinks.palette import COLOURS
 from sinklens.views import (
+    color_map,
     curves,
     figures,
     interval_dots,
@@ -232,5 +234,5 @@ def test_without_a_caption_a_figure_has_its_axes_and_colors_alone(planted):
     assert (own.get_title(), own.get_ylabel()) == ("", "position of the strongest key (by column sum)")
     assert figure.get_suptitle() == ""
     assert [ax.get_xlabel() for ax in drawn] == ["position", "step", "step"]
-    assert drawn[0].images[0].get_cmap().name == SEQUENTIAL
+    assert drawn[0].images[0].get_cmap() == color_map()
     assert [line.get_color() for line in drawn[1].get_lines() if line.get_marker() == "o"][:1] == [COLOURS[1]]

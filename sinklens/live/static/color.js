@@ -2,9 +2,9 @@
 
 const COLORED = {
   attention: "Color: attention that each position receives.",
-  confidence: "Color: probability of the likeliest token, at undecided positions. Darkest: 1.",
-  entropy: "Color: entropy of the prediction, at undecided positions. Darkest: ",
-  decided: "Color: the step that decided the position. Darkest: the last step.",
+  confidence: "Color: probability of the likeliest token, at undecided positions. Full color: 1.",
+  entropy: "Color: entropy of the prediction, at undecided positions. Full color: ",
+  decided: "Color: the step that decided the position. Full color: the last step.",
 };
 
 async function certaintyOf(of) {

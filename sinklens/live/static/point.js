@@ -121,7 +121,7 @@ function nearestPath(event) {
 
 function keyOf(event) {
   const [x] = placeIn(event);
-  return clamp(Math.floor((x - 34) / shown.cell), 0, shown.side - 1);
+  return clamp(Math.floor((x - LEFT) / shown.cell), 0, shown.side - 1);
 }
 
 // Moving the pointer over rows with the button held chooses a range of steps.

@@ -98,13 +98,13 @@ function drawPattern() {
   if (!shown.map) return;
   byId("attention-head").value = askedNow().head;
   const canvas = byId("pattern"), room = Math.min(widthOf(canvas), 560), { side, head } = shown;
-  shown.cell = Math.max(side > 400 ? 1 : 1.5, (room - 38) / side);
+  shown.cell = Math.max(side > 400 ? 1 : 1.5, (room - LEFT - 4) / side);
   shown.cell = Math.min(shown.cell, 30);
   const size = shown.cell * side;
-  shown.brush = sized(canvas, 34 + size + 2, TOP + size + 22);
+  shown.brush = sized(canvas, LEFT + size + 2, TOP + size + BOTTOM + 2);
   const [base, brush] = behind(canvas, shown.brush);
   shown.base = base;
-  remember(canvas, { left: 34, top: TOP, cell: shown.cell, high: shown.cell });
+  remember(canvas, { left: LEFT, top: TOP, cell: shown.cell, high: shown.cell });
   const row = new Float32Array(side * side);
   let peak = 0;
   for (let at = 0; at < row.length; at++) { row[at] = shown.value(shown.map[head * side * side + at]); if (row[at] > peak) peak = row[at]; }
@@ -112,15 +112,16 @@ function drawPattern() {
   const level = (value) => (Number.isNaN(value) ? null : attentionLevel(value / shown.most)); // NaN: a query that the step did not compute
   const cells = image(side, side, (query, key) => (info.causal && key > query ? null : level(row[query * side + key])));
   brush.imageSmoothingEnabled = false;
-  brush.drawImage(cells, 34, TOP, size, size);
+  brush.drawImage(cells, LEFT, TOP, size, size);
   brush.strokeStyle = inkOf("line");
-  brush.strokeRect(34.5, TOP + 0.5, size - 1, size - 1);
+  brush.strokeRect(LEFT + 0.5, TOP + 0.5, size - 1, size - 1);
   brush.fillStyle = inkOf("soft");
   brush.textAlign = "right";
   const from = shown.block === 1 ? info.first : 0;
-  for (const at of ticks(side, size, 22, from)) brush.fillText(numberOf(at * shown.block), 27, TOP + (at + 0.5) * shown.cell + 4);
+  for (const at of ticks(side, size, 22, from)) brush.fillText(numberOf(at * shown.block), LEFT - 7, TOP + (at + 0.5) * shown.cell + 4);
   brush.textAlign = "center";
-  for (const at of ticks(side, size, 34, from)) brush.fillText(numberOf(at * shown.block), 34 + (at + 0.5) * shown.cell, TOP + size + 15);
+  for (const at of ticks(side, size, 34, from)) brush.fillText(numberOf(at * shown.block), LEFT + (at + 0.5) * shown.cell, TOP + size + 15);
+  nameAxes(brush, LEFT, TOP, size, size, "key", "query");
   canvas.setAttribute("aria-label", `Attention of step ${shown.step}, layer ${shown.layer}, head ${head}: queries down, keys across`);
   listKeys();
   pointRow();
@@ -135,7 +136,7 @@ function pointRow() {
   byId("row").hidden = row === null;
   if (row === null) return;
   brush.strokeStyle = inkOf("ink");
-  brush.strokeRect(33.5, TOP + row * cell - 0.5, side * cell + 1, cell + 1);
+  brush.strokeRect(LEFT - 0.5, TOP + row * cell - 0.5, side * cell + 1, cell + 1);
   write(byId("row-title"), "Keys of query ", ...blockText(row));
   const order = every(side).sort((a, b) => weight(head, row, b) - weight(head, row, a)).slice(0, 6), most = weight(head, row, order[0]) || 1;
   write(byId("row-keys"), ...order.map((key) => keyItem(step, key, weight(head, row, key), most, weight(head, row, key).toFixed(3))));
@@ -144,7 +145,7 @@ function pointRow() {
 function pointPattern(event) {
   const [x, y] = placeIn(event), { side, cell, head } = shown;
   if (!side) return;
-  const query = clamp(Math.floor((y - TOP) / cell), 0, side - 1), key = clamp(Math.floor((x - 34) / cell), 0, side - 1);
+  const query = clamp(Math.floor((y - TOP) / cell), 0, side - 1), key = clamp(Math.floor((x - LEFT) / cell), 0, side - 1);
   const value = weight(head, query, key);
   if (event.type === "click") return shown.block === 1 && tell(shown.step, shown.layer, head, numberOf(query), numberOf(key));
   if (Number.isNaN(value)) return write(byId("pattern-readout"), "query ", ...blockText(query), " was not computed in this step: its keys and values come from a cache.");
@@ -256,7 +257,7 @@ async function drawCircuits() {
     byId("circuits").classList.remove("busy");
     byId("circuits").dataset.shown = `${step}/${layer}/${heads}`;
     performance.measure("circuitsvis", { start: began, end: performance.now() });
-    byId("circuits-note").textContent = `Step ${step}, layer ${layer}; darkest is ${props.maxValue.toPrecision(2)}.`
+    byId("circuits-note").textContent = `Step ${step}, layer ${layer}; full color is ${props.maxValue.toPrecision(2)}.`
       + (wide === 1 && info.first ? ` CircuitsVis counts positions from the first token, which is position ${info.first} here.` : "")
       + (wide > 1 ? ` Each cell covers ${wide} × ${wide} positions and shows the largest value, since CircuitsVis is slow with many cells.` : "");
   };

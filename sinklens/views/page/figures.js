@@ -1,17 +1,13 @@
 // The figures drawn on canvas elements: color scale, step × position, layer × head, path of the strongest key.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const RAMPS = { // one hue, lightness falling (or, on a dark page, rising) all the way: readable without color
-  light: ["#f4f6f8", "#d5e2ee", "#a3c3df", "#6399c7", "#2f6ba8", "#154678", "#0a2547"],
-  dark: ["#20262d", "#1f3a57", "#255a8a", "#3c82bb", "#6fabdb", "#aed2ef", "#eaf5fd"],
-};
-const shades = {}; // "light" and "dark" -> 256 entries of [r, g, b]
+const shades = {}; // "sequential" and "dark" -> 256 entries of [r, g, b]
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const inkOf = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
 function ramp() {
-  const name = dark.matches ? "dark" : "light", stops = RAMPS[name].map(channels);
+  const name = dark.matches ? "dark" : "sequential", stops = RAMPS[name].map(channels);
   return (shades[name] ??= Array.from({ length: 256 }, (_, n) => {
     const place = (n / 255) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2);
     return stops[low].map((from, c) => Math.round(from + (stops[low + 1][c] - from) * (place - low)));
@@ -53,6 +49,19 @@ function ticks(size, length, room, first = 0) {
   const most = Math.max(1, Math.floor(length / room));
   const step = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000].find((n) => size / n <= most) || size;
   return Array.from({ length: size }, (_, at) => at).filter((at) => (first + at) % step === 0);
+}
+
+// The names of both axes of a figure whose numbers end `EDGE` pixels left of it and below it.
+const EDGE = 20, LEFT = 50, BOTTOM = EDGE + 16;
+function nameAxes(brush, left, top, width, height, across, down) {
+  brush.fillStyle = inkOf("soft");
+  brush.textAlign = "center";
+  brush.fillText(across, left + width / 2, top + height + EDGE + 11);
+  brush.save();
+  brush.translate(11, top + height / 2);
+  brush.rotate(-Math.PI / 2);
+  brush.fillText(down, 0, 0);
+  brush.restore();
 }
 
 // A second surface of the same size and scale, for everything that does not change from step to step.
@@ -116,7 +125,7 @@ function drawScale(canvas, peak, what) {
 
 // ---- step × position
 
-const heat = { left: 34, bottom: 20, top: 6 };
+const heat = { left: LEFT, bottom: BOTTOM, top: 6 };
 
 function drawHeat() {
   const canvas = byId("heat"), room = widthOf(canvas);
@@ -144,6 +153,7 @@ function heatBase() {
   for (const step of ticks(T, height, 16)) brush.fillText(info.steps[step], left - 8, top + (step + 0.5) * high + 4);
   brush.textAlign = "center";
   for (const at of ticks(P, width, 34, info.first)) brush.fillText(numberOf(at), left + (at + 0.5) * cell, top + height + 14);
+  nameAxes(brush, left, top, width, height, "position", "step");
   brush.fillStyle = inkOf("ink");
   const edge = left + info.prompt_positions * cell;
   for (let y = top; y < top + height; y += 5) brush.fillRect(edge - 0.5, y, 1, 2.5);
@@ -209,7 +219,7 @@ function heatKey(event) {
 
 // `other`: what the map shows instead of the strongest keys' scores: `values` by layer · H + head (NaN: unknown),
 // `marked(layer, head)`, `what`, their name, and `said(layer, head)`, parts of the readout.
-const grid = { left: 34, bottom: 20, top: 2, cursor: null, other: null };
+const grid = { left: LEFT, bottom: BOTTOM, top: 2, cursor: null, other: null };
 
 function drawGrid() {
   const canvas = byId("grid"), room = widthOf(canvas);
@@ -235,6 +245,7 @@ function drawGrid() {
   for (const layer of ticks(L, grid.high * L, 15)) brush.fillText(layer, grid.left - 8, grid.top + (layer + 0.5) * grid.high + 4);
   brush.textAlign = "center";
   for (const head of ticks(H, grid.cell * H, 22)) brush.fillText(head, grid.left + (head + 0.5) * grid.cell, grid.top + grid.high * L + 14);
+  nameAxes(brush, grid.left, grid.top, grid.cell * H, grid.high * L, "head", "layer");
   outlineGrid(brush);
   drawScale(byId("grid-scale"), most, grid.other ? grid.other.what : "strongest key scores");
   gridReadout(view.layer, view.head);
@@ -277,7 +288,7 @@ function gridKey(event) {
 
 // ---- path of the strongest key
 
-const path = { left: 34, bottom: 20, top: 6 };
+const path = { left: LEFT, bottom: BOTTOM, top: 6 };
 
 function drawPath() {
   const canvas = byId("path"), room = widthOf(canvas);
@@ -305,6 +316,7 @@ function drawPath() {
   for (const at of ticks(P, path.height, 22, info.first)) brush.fillText(numberOf(at), path.left - 8, path.y(at) + 4);
   brush.textAlign = "center";
   for (const step of ticks(T, path.width, 34)) brush.fillText(info.steps[step], path.x(step), path.top + path.height + 14);
+  nameAxes(brush, path.left, path.top, path.width, path.height, "step", "position");
   byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, filled mark: a sink, hollow: not a sink; gray: every head${info.causal ? "" : "; shaded: undecided"}.`;
   canvas.setAttribute("aria-label", `Position of the strongest key at each step, ${whose()}`);
   paintPath();

@@ -1,6 +1,6 @@
 // Draws CircuitsVis's AttentionHeads, from numbers in this document or from those that the parent page sends.
 
-const COLORS = { positiveColor: "#123f73", negativeColor: "#d94801" };
+const COLORS = { positiveColor: RAMPS.diverging[1], negativeColor: RAMPS.diverging.at(-2) };
 
 function drawHeads(props, note) {
   byId("note").textContent = note || "";
