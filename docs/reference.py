@@ -23,7 +23,6 @@ from typing import Any
 import griffe
 import yaml
 from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File
 
 from sinklens.cli.app import build
 
@@ -33,9 +32,13 @@ SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n(?=\1 ))*)", f
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
 SHAPES = {"{": "dict", "[": "list", "(": "tuple"}
 DIV = '<div class="names" markdown>'  # on a narrow screen, docs/assets/sinklens.css sets the cells below each other
-CELL = re.compile(r"<td.*?</td>", flags=re.DOTALL)
-CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
-BREAK = re.compile(r"(?<=\w)([._(=/])(?=\w)")
+CODE = re.compile(r"<pre.*?</pre>|<code.*?</code>", flags=re.DOTALL)
+BREAK = re.compile(
+    r"""(?: (?<=[^\W_]{2}) _ (?=[^\W_]{2})
+          | (?<=[\w\])}"'])  (?: [/(=] | (?<!\d)[.,:] | [.,:](?!\d) )  (?=[\w{\["'])  # outside numbers
+        ) (?![^<>]*>)  # outside tags""",
+    flags=re.VERBOSE,
+)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", flags=re.MULTILINE)
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -49,26 +52,15 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Copy the executed notebooks into the site."""
-    for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
-        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
-    return files
-
-
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """Let code in cells break behind a dot, an underscore or a bracket, and nowhere else."""
-    return CELL.sub(lambda cell: CODE.sub(lambda code: BREAK.sub(r"\1<wbr>", code[0]), cell[0]), html)
+    """Let code in text break after a dot, a slash, an underscore and the like, and nowhere else within a word."""
+    return CODE.sub(lambda code: code[0] if code[0].startswith("<pre") else BREAK.sub(r"\g<0><wbr>", code[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Insert the table of names below the introduction of a page of the reference, or every command's help; link the
-    site's notebooks.
-    """
+    """Insert the table of names below the introduction of a page of the reference, or every command's help."""
     if page.file.src_uri == "commands.md":
         return f"{markdown}\n{_commands()}"
-    if page.file.src_uri == "tutorials.md":
-        return markdown.replace("](../tutorials/", "](notebooks/")  # the copies above
     first = DIRECTIVE.search(markdown) if page.file.src_uri.startswith("api/") else None
     if first is None:
         return markdown

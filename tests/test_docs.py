@@ -1,4 +1,4 @@
-"""The documentation builds without warnings, opens offline, runs, and agrees with the code."""
+"""The documentation is short, builds without warnings, opens offline and on a phone, runs, and agrees with the code."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
 BLOCKS = [
     pytest.param(block, id=f"{page}:{number}")
-    for page, text in PAGES.items()
+    for page, text in {**PAGES, "README.md": (ROOT / "README.md").read_text()}.items()
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
 ]
 PUBLIC = (
@@ -38,12 +38,26 @@ PUBLIC = (
     "sinklens.features", "sinklens.hooks", "sinklens.interventions", "sinklens.live",
     "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views",
 )  # fmt: skip
+ON_A_PHONE = """
+const found = [], range = document.createRange();
+if (document.documentElement.scrollWidth > screen.width) found.push('wider than the screen');
+for (const code of document.querySelectorAll('.md-typeset code:not(pre > code)')) {
+  const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[A-Za-z0-9]+/g)) {
+    range.setStart(texts.currentNode, word.index);
+    range.setEnd(texts.currentNode, word.index + word[0].length);
+    if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) found.push(word[0]);
+  }
+}
+return found;
+"""
+"""Words of code that are divided where reference.py allows no break, and whether the page is wider than the screen."""
 QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["errors.md"], flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
+    """The built site; an error or a warning fails every test that uses it."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
@@ -71,9 +85,16 @@ def code(cell: str) -> str:
 # The site
 
 
-@pytest.mark.usefixtures("site")
-def test_the_site_builds_without_warnings():
-    """The fixture checks the build's output."""
+def test_the_documentation_has_at_most_80_000_words():
+    assert sum(len(text.split()) for text in PAGES.values()) <= 80_000
+
+
+@pytest.mark.browser
+def test_a_page_on_a_phone_is_no_wider_than_the_screen_and_divides_no_word_of_code(site, browser):
+    browser.size(390)
+    for page in sorted(site.rglob("*.html")):
+        browser.driver.get(page.as_uri())
+        assert browser.js(ON_A_PHONE) == [], page.relative_to(site)
 
 
 def test_no_page_loads_anything_from_the_network(site):
@@ -87,7 +108,9 @@ def test_no_page_loads_anything_from_the_network(site):
 
 def test_the_navigation_lists_every_page_once():
     text = (ROOT / "mkdocs.yml").read_text()
-    assert sorted(re.findall(r"^ +- .*?: ([\w/.-]+\.md)$", text, flags=re.MULTILINE)) == sorted(PAGES)
+    tutorials = [f"tutorials/{path.stem}.md" for path in (ROOT / "tutorials").glob("*.py")]
+    listed = re.findall(r"^ +- (?:.*?: )?([\w/.-]+\.md)$", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted([*PAGES, *tutorials])
     assert yaml.safe_load(text)["theme"]["font"] is False
 
 
@@ -144,18 +167,16 @@ def _points(layers: int) -> Iterator[tuple[str, str]]:
 def test_the_table_of_hook_points_matches_the_models(tiny_llada, tiny_llama):
     for model in (tiny_llada, tiny_llama):
         assert [name for name, _ in _points(model.cfg.n_layers)] == model.hook_names()
-    documented = [
-        (code(point), axes, what) for point, axes, what, _ in rows("concepts/hook-points.md", "## All of them")
-    ]
-    assert documented == [(name, spec.axes, spec.meaning) for name, spec in names.table()]
 
 
-def test_the_table_of_points_of_some_layers_matches_the_code():
-    listed = rows("concepts/hook-points.md", "### Experts, and normalized queries and keys")
-    plain, every = dict(names.table()), names.table(names.EVERY)
-    assert [(code(point), axes, what) for point, axes, what, _ in listed] == [
-        (name, spec.axes, spec.meaning) for name, spec in every if name not in plain
-    ]
+@pytest.mark.parametrize(("heading", "points"), [
+    ("## All of them", names.table()),
+    ("### Experts, and normalized queries and keys",
+     [point for point in names.table(names.EVERY) if point[0] not in dict(names.table())]),
+])  # fmt: skip
+def test_a_table_of_hook_points_matches_the_code(heading, points):
+    documented = [(code(point), axes, what) for point, axes, what, _ in rows("concepts/hook-points.md", heading)]
+    assert documented == [(name, spec.axes, spec.meaning) for name, spec in points]
 
 
 def test_shapes_in_the_table_match_a_run(tiny_llada):
@@ -230,7 +251,13 @@ def test_the_documented_floors_are_those_of_the_layer_test():
     ]
 
 
-def test_every_tutorial_is_listed():
+def test_every_tutorial_is_listed_and_is_a_page_with_a_picture_in_the_search(site):
     listed = [code(name) for name, _ in rows("tutorials.md", "# Tutorials")]
-    assert listed == sorted(listed)
-    assert {path.stem for path in (ROOT / "tutorials").glob("*.py")} <= set(listed)
+    assert listed == sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
+    found = (site / "search" / "search_index.json").read_text()
+    for name in listed:
+        menu, _, page = (site / "tutorials" / f"{name}.html").read_text().partition("<article")
+        pictures = re.findall(r'<img [^>]*src="([\w-]+\.png)"', page)
+        assert {(site / "tutorials" / file).is_file() for file in pictures} == {True}
+        assert f'"tutorials/{name}.html' in found
+        assert ".ipynb" not in menu

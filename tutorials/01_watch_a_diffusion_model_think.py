@@ -171,7 +171,8 @@ plt.show()
 
 # %% [markdown]
 # The bright column is the key `Answer`: from the first step to the last, it draws 17 to 32 % of all attention of this
-# head. Such a key is an *attention sink*. Sinks are the subject of the next tutorial.
+# head. Such a key is an *attention sink*. Sinks are the subject of the [next
+# tutorial](02_find_the_sinks.ipynb).
 
 # %%
 received = patterns[:, 4].mean(1)  # [step, key], the attention that each key receives from the average query

@@ -333,7 +333,8 @@ print("logit of ' 6' minus logit of ' 7', with 7 in the prompt:", round(float(va
 
 # %% [markdown]
 # Multiplied by the difference between the clean and the corrupted stream, the gradient estimates the effect of patching
-# each place (`sinklens.experiments.attribution_patching` does it for all points; tutorial 4 draws the map).
+# each place (`sinklens.experiments.attribution_patching` does it for all points; [tutorial
+# 4](04_heads_and_patches.ipynb) draws the map).
 
 # %%
 streams = {}
@@ -356,7 +357,8 @@ print(f"layer 0, at the number: estimated {float(estimate[0, NUMBER]):.1f}, real
 assert estimate[0, NUMBER] < 0 < really - value
 
 # %% [markdown]
-# The gradient finds the places, but its sign is wrong here. Tutorial 4 explains why, and how to detect it.
+# The gradient finds the places, but its sign is wrong here. [Tutorial 4](04_heads_and_patches.ipynb) explains why, and
+# how to detect it.
 #
 # ## Edited models
 #
