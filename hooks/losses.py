@@ -3,8 +3,8 @@
 An autoregressive model is trained on −log p(next token). A masked diffusion model is trained on canvases: positions of
 a text x are masked with a probability t. The loss of the canvas is −log p(x_i | canvas), summed over its masked
 positions i and divided by t and by the number of positions (Nie et al., 2025, Large Language Diffusion Models, eq. 3).
-A canvas does not say which t it was drawn with. The loss takes the share of masked positions for t, so that the
-loss of a row is the mean over its masked positions, and the loss of a batch is the mean over its rows.
+The canvas does not record t. The loss therefore uses the share of masked positions, so that the loss of a row is the
+mean over its masked positions, and the loss of a batch is the mean over its rows.
 
 What was behind the masks is not on the canvas; the caller passes it as ``targets``. Not included: weights that a
 checkpoint's training gave to individual positions (Dream), and the loss of a canvas of random tokens (DiffusionGemma).

@@ -9,10 +9,10 @@ ratios), m_s the mean of seed s over prompts, k seeds and θ the mean of g(m_s),
 s² the variance of g(m_s) over the seeds, and v that of θ over resamples of the prompts, which all seeds answered.
 Prompts that share a template, document or author are resampled by it.
 
-The rule: a verdict other than "cannot tell" requires that this interval excludes the threshold. If the mean of all
-possible seeds is the threshold, that happens in at most 5 % of all cases, however much seeds vary beside prompts
-(docs/concepts/error-rates.md has the simulation). That all seeds are on one side has no such error rate: of three
-seeds, it happens in 25 % by chance, and with an interval for each seed in up to 20 %.
+The rule: a recipe is judged only if this interval excludes the threshold; otherwise the verdict is "cannot tell". If
+the mean over all possible seeds equals the threshold, the interval excludes it in at most 5 % of all cases, however
+much seeds vary compared with prompts (docs/concepts/error-rates.md has the simulation). Asking only that all seeds lie
+on one side has no such error rate: three seeds do so by chance in 25 % of all cases, and three intervals in up to 20 %.
 
     sinklens analyse necessity runs/seed-1 runs/seed-2 runs/seed-3 --seeds
 
