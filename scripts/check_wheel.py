@@ -6,7 +6,8 @@ README's examples run in a fresh environment in a temporary folder. The build us
 setuptools leaves a `build/` folder behind and packs its contents, including deleted modules, into the next wheel.
 
 Caveat: the fresh environment needs every dependency; without a package cache this downloads a few hundred MB. Where pip
-reaches no package index, nothing is checked, and the last line says so.
+reaches no package index, nothing is checked: the last line says so, and in continuous integration (CI is set) this is a
+failure.
 """
 
 import os
@@ -133,7 +134,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sinklens-wheel-") as folder:
         scratch = Path(folder)
         if not has_index(scratch):
-            print("skipped: pip reaches no package index, which a fresh environment needs")
+            reason = "pip reaches no package index, which a fresh environment needs"
+            if os.environ.get("CI"):
+                sys.exit(f"nothing was checked: {reason}")
+            print(f"skipped: {reason}")
             return
         print("building the wheel", flush=True)
         wheel = build(scratch)
