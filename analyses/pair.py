@@ -199,5 +199,5 @@ def panels_of(table: "DataFrame", keys: "DataFrame") -> "Figure":
     drawn += [(title, first[first["measure"] == name], "layer", "layer") for name, title in FIRST.items()]
     figure, axes = panels(len(drawn), columns=3, size=(4.2, 3.2))
     for (title, rows, along, xlabel), ax in zip(drawn, axes, strict=True):
-        curves(rows, along, ax).set(xlabel=xlabel, title=wrapped(title, 40))
+        curves(rows, along, ax).set(xlabel=xlabel, ylabel="", title=wrapped(title, 40))
     return figure

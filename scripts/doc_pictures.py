@@ -2,13 +2,12 @@
 
     python scripts/doc_pictures.py
 
-Writes four files to docs/pictures. masks.svg shows which keys a query sees in each kind of model, and canvas.svg a
+Writes five files to docs/pictures. masks.svg shows which keys a query sees in each kind of model, and canvas.svg a
 canvas over the steps of a run. replay.svg shows a free-running change beside the same change under replay, and
-policies.svg which keys a step computes, reuses or hides under cache policies. Each picture has its own background,
-light or dark as the reader's system asks.
+policies.svg which keys a step computes, reuses or hides under cache policies. Each of these has its own background,
+light or dark as the reader's system asks. sinks.png is the picture that `make demo` writes.
 """
 
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,9 +18,13 @@ import torch
 from jaxtyping import Bool, Int
 
 import sinklens
+from sinklens.cli.models import PROBLEM
+from sinklens.cli.writing import write_figure
 from sinklens.errors import PromptWarning
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads
+from sinklens.tasks.word_problems import held_out
+from sinklens.views import sink_paths
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -188,14 +191,19 @@ def draw_policies() -> None:
     picture.save("policies")
 
 
-def main() -> int:
-    """Draw all four."""
+def draw_sinks() -> None:
+    """The strongest keys of both twins at every step."""
+    runs = [sinklens.generate(name, held_out()[PROBLEM].prompt) for name in ("tiny-llada", "tiny-llama")]
+    write_figure(FOLDER / "sinks.png", sink_paths([run.sinks for run in runs]))
+
+
+def main() -> None:
+    """Draw all five."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PromptWarning)  # a finished text has no masks, and its pattern is what is drawn
-    for draw in (draw_masks, draw_canvas, draw_replay, draw_policies):
+    for draw in (draw_masks, draw_canvas, draw_replay, draw_policies, draw_sinks):
         draw()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,11 +2,11 @@
 
     python scripts/findings_figures.py
 
-Each function returns its figure and the stored rows that it shows. tests/test_findings.py checks that all of them, and
-nothing else, are drawn. Seeds 2 and 3 are stored without comparisons within templates.
+Each function returns its figure and the stored rows that it shows. Seeds 2 and 3 are stored without comparisons within
+templates.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PICTURES = ROOT / "docs" / "results", ROOT / "docs" / "pictures"
+RESULTS, FOLDER = ROOT / "docs" / "results", ROOT / "docs" / "pictures"
 DIFFUSION = ("tiny-llada", "tiny-dream", "tiny-mmada")
 SEEDS = {"": "seed 1", "-seed-2": "seed 2", "-seed-3": "seed 3"}
 CRUDE, PLACE, WITHIN = "all places", "same step and place", "… and template"
@@ -150,19 +150,16 @@ FIGURES: "dict[str, Callable[[], tuple[Figure, pandas.DataFrame]]]" = {
 }  # fmt: skip
 
 
-def drawn() -> Iterator[Path]:
+def main() -> None:
     """Draw and save all figures."""
     import matplotlib.pyplot as plt
 
     for name, draw in FIGURES.items():
         with plt.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
             figure, _ = draw()
-            path = PICTURES / f"{name}.svg"
-            figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+            figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
         plt.close(figure)
-        yield path
 
 
 if __name__ == "__main__":
-    for path in drawn():
-        print(path.relative_to(ROOT))
+    main()

@@ -1,6 +1,7 @@
 """Table and figure of the sinks in the course of continued training.
 
     python scripts/sink_curve.py runs/continued
+    python scripts/pictures.py training    # the figure alone, from the stored table
 
 Reads ``measures.jsonl`` of every run in the folder (training/continued.py), and writes docs/results/sink-curve.csv and
 docs/pictures/sink-curve.svg. A row of the table is the mean of a measure over the held-out windows, for one run, number
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE, PICTURE = ROOT / "docs" / "results" / "sink-curve.csv", ROOT / "docs" / "pictures" / "sink-curve.svg"
+TABLE, FOLDER = ROOT / "docs" / "results" / "sink-curve.csv", ROOT / "docs" / "pictures"
 SHOWN = 0.15  # share of masked tokens in the figure; a causal model reads none
 TICKS = (0, 0.03, 0.1, 0.3, 1, 3, 10, 20)  # millions of tokens
 PANELS = {
@@ -75,11 +76,17 @@ def figure_of(table: pandas.DataFrame) -> "Figure":
     return figure
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw the stored table."""
     import matplotlib.pyplot as plt
 
+    with plt.rc_context({"svg.hashsalt": "sink-curve", "svg.fonttype": "none"}):
+        figure = figure_of(pandas.read_csv(TABLE))
+        figure.savefig(FOLDER / "sink-curve.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+if __name__ == "__main__":
     found = table_of(Path(sys.argv[1]))
     found.round(5).to_csv(TABLE, index=False)
-    with plt.rc_context({"svg.hashsalt": "sink-curve", "svg.fonttype": "none"}):
-        figure_of(found).savefig(PICTURE, metadata={"Date": None}, bbox_inches="tight")
-    print(f"{len(found)} rows in {TABLE.relative_to(ROOT)}; {PICTURE.relative_to(ROOT)}")
+    main()
+    print(f"{len(found)} rows in {TABLE.relative_to(ROOT)}")

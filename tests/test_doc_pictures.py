@@ -1,4 +1,4 @@
-"""The pictures of the docs: drawn from runs and pages, as they are now, and each with an alternative text."""
+"""The pictures of the docs: drawn from runs, results and pages, as they are now, and each with an alternative text."""
 
 import importlib
 import re
@@ -8,18 +8,19 @@ import pytest
 from contracts import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-script, pages = (importlib.import_module(name) for name in ("doc_pictures", "page_pictures"))
-NAMES = {"draw_masks": "masks", "draw_canvas": "canvas", "draw_replay": "replay", "draw_policies": "policies"}
+pages, *SCRIPTS = map(importlib.import_module, ("page_pictures", "doc_pictures", "findings_figures", "sink_curve"))
+PICTURES = ROOT / "docs" / "pictures"
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("draw", NAMES)
 @pytest.mark.filterwarnings("ignore:.*is a diffusion model")
-def test_the_stored_picture_is_that_of_the_run(draw, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "FOLDER", tmp_path)
-    getattr(script, draw)()
-    stored = (ROOT / "docs" / "pictures" / f"{NAMES[draw]}.svg").read_text()
-    assert (tmp_path / f"{NAMES[draw]}.svg").read_text() == stored, "run python scripts/pictures.py concepts"
+def test_the_stored_pictures_are_those_of_the_runs_and_results(tmp_path, monkeypatch):
+    for script in SCRIPTS:
+        monkeypatch.setattr(script, "FOLDER", tmp_path)
+        script.main()
+    drawn, stored = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in (tmp_path, PICTURES))
+    old = {name for name in drawn.keys() | stored.keys() if drawn.get(name) != stored.get(name)}
+    assert old == set(), "run python scripts/pictures.py concepts findings training"
 
 
 def test_no_picture_is_older_than_the_page_it_shows():
@@ -27,7 +28,7 @@ def test_no_picture_is_older_than_the_page_it_shows():
 
 
 def test_every_picture_is_on_a_page_with_a_text():
-    texts = "".join(page.read_text() for page in (ROOT / "docs" / "concepts").glob("*.md"))
-    shown = dict(re.findall(r"!\[([^\]]+)\]\(\.\./pictures/(\w+)\.svg\)", texts))
-    assert sorted(shown.values()) == sorted(NAMES.values())
-    assert min(map(len, shown)) > 60
+    texts = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    shown = dict(re.findall(r"!\[([^\]]+)\]\((?:\.\./)?pictures/([\w.-]+)\)", texts))
+    assert set(shown.values()) == {file.name for file in PICTURES.iterdir()}
+    assert min(map(len, shown)) > 30
