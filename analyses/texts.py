@@ -10,7 +10,8 @@ templates.
 
 Sinks (passes.py) of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas.
 Controls hide as many weaker keys of each head, drawn at random, or keys that are not sinks until they hold together as
-much attention as the hidden sinks of their layer (*same mass*).
+much attention as the hidden sinks of their layer (*same mass*). Where sinks hold more than half of a layer's attention,
+no keys do, and the study makes no claim.
 
 Sinks are also left *stale*, as a cache would leave them: with the keys and values of a canvas that has `age` more
 masks. An autoregressive model has no stale keys, because later tokens do not change earlier ones.
@@ -109,10 +110,16 @@ MEASURES = {
 }
 
 OF_LAYERS = ("sink_heads", "first_mass", "first_strongest")
+HELD = {"cost": "removed", "stale_cost": "stale_mass"}
+"""Costs that have a control with as much attention -> what the keys hold."""
+EQUAL = 0.9
+"""What such a control must hold, of what the sinks hold, on average over texts."""
 
 
 class Difference(NamedTuple):
     """What a claim compares.
+
+    A difference from a control that holds less attention than `EQUAL` says is NaN.
 
     Attributes:
         measure: of `MEASURES`.
@@ -127,7 +134,11 @@ class Difference(NamedTuple):
         """The difference of each text, [prompt]."""
         values = data[self.measure].mean("layer") if "layer" in data[self.measure].dims else data[self.measure]
         more, less = (xr.DataArray(0.0) if at is None else values.sel(dict(at)) for at in (self.more, self.less))
-        return (more - less).drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
+        found = more - less
+        if self.measure in HELD and self.more and self.less:
+            sinks, control = (data[HELD[self.measure]].sel(dict(at)).mean("prompt") for at in (self.more, self.less))
+            found = found.where(control >= EQUAL * sinks)
+        return found.drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
 
 
 def _beyond_mass(kind: str) -> Difference:
