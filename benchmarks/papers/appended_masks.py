@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/appended-masks.md: what do masks after the answer do to a prediction?
 
-    python benchmarks/papers/appended_masks.py [MODEL ...]
+    python benchmarks/papers/appended_masks.py [MODEL ...] [each=N]
 
 The worked answers of 42 held-out word problems, six of each template, with every number masked. End tokens fill the
 answer up to 24 positions; after it stand n further positions: masks, end tokens (which the models were trained to put
@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from templates import answers, balanced, mean, row
+from templates import answers, call, loaded, mean, row
 
-import sinklens
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.interventions import HideKeys
 from sinklens.sinks.kinds import Kind
@@ -61,9 +60,9 @@ def predicted(model: Any, one: Problem) -> Float[np.ndarray, "case extra 3"]:
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(6)
-    for name in sys.argv[1:] or MODELS:
-        model = sinklens.load(name)
+    names, asked, _ = call(sys.argv[1:], MODELS, 6)
+    for name in names:
+        model = loaded(name, masks=True)
         with torch.no_grad():
             found = np.array([predicted(model, one) for one in asked])  # [prompt, case, extra, 3]
         for at, case in enumerate(CASES):

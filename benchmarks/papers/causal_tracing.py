@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from templates import row
+from templates import call, row
 from torch import Tensor
 
 import sinklens
@@ -95,8 +95,9 @@ def traced(model: Any, fact: Fact, seed: int) -> dict[Any, float]:
     return {name: float(value[0, fact.capital]) for name, value in found.items()}
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Print the tables."""
+    names = call(sys.argv[1:], MODELS).models
     models = {name: sinklens.load(name) for name in names}
     asked = {name: facts(model) for name, model in models.items()}
     known = {}
@@ -110,6 +111,8 @@ def main(names: list[str]) -> None:
             print(name, "knows", proportion(len(known[name]), len(asked[name])))
         shared = [country for country in known[names[0]] if all(country in one for one in known.values())]
         print(len(shared), "are known to all; traced:", ", ".join(shared[:COUNT]))
+        if len(shared) < 2:
+            sys.exit("an interval over facts needs two that every model knows.")
         for name, model in models.items():
             found = [traced(model, asked[name][country], seed) for seed, country in enumerate(shared[:COUNT])]
             for value in found[0]:
@@ -118,4 +121,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(MODELS))
+    main()

@@ -1,19 +1,23 @@
 """Does uncertainty that leaves its usual course betray a wrong answer? docs/papers/denoising-dynamics.md.
 
+    python benchmarks/papers/denoising_dynamics.py [MODEL ...]
+
 The runs of errors_in_traces.py. A reference course, mean and variance of the entropy at every step, is taken from right
 answers of five folds of problems; a problem of the sixth is scored by its mean squared deviation from it in standard
 deviations, by the mean deviation with its sign, and by controls: the entropy of the last step alone, without a course;
 the same deviations after the steps of the tested runs were shuffled; and the courses of all tokens, or of all but
 numbers, in place of numbers. Intervals: bootstrap over problems.
 
-About 12 seconds of processor time.
+About 12 seconds of processor time for tiny-llada.
 """
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import xarray as xr
-from errors_in_traces import erring_runs, out_of_fold
+from errors_in_traces import MODELS, Judged, erring_runs, out_of_fold
+from templates import call
 
 import sinklens
 
@@ -43,8 +47,13 @@ def deviation(power: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.n
 
 
 def main() -> None:
-    """Print the table."""
-    judged = erring_runs()
+    """Print the tables."""
+    for name in call(sys.argv[1:], MODELS).models:
+        tell(erring_runs(name))
+
+
+def tell(judged: Judged) -> None:
+    """Print the table of a model."""
     wrong, report, numbers = judged.wrong, judged.report, is_number(judged.run)
     for label, chosen in {"numbers": numbers, "all tokens": numbers | True, "all but numbers": ~numbers}.items():
         entropy = course(judged.found, chosen)

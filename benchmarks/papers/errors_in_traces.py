@@ -1,15 +1,18 @@
 """Does the trace of a run say that its answer is wrong? docs/papers/errors-in-traces.md.
 
-Runs of tiny-llada that err: 84 held-out problems, 28 of each template with two steps of arithmetic, 6 steps of
-denoising in random order at temperature 1. From every step come three numbers over undecided positions of the answer:
-the mean and the highest entropy of the predictions and the smallest gap. A logistic regression reads them from one
-step, a window of steps or all, and is tested on problems that it was not fitted to, in six folds. The window is chosen
-among the problems of the fit. An AUROC compares right and wrong answers of one template. Intervals: bootstrap over
-problems.
+    python benchmarks/papers/errors_in_traces.py [MODEL ...]
 
-About 12 seconds of processor time.
+Runs of tiny-llada, or of other models, that err: 84 held-out problems, 28 of each template with two steps of
+arithmetic, 6 steps of denoising in random order at temperature 1. From every step come three numbers over undecided
+positions of the answer: the mean and the highest entropy of the predictions and the smallest gap. A logistic regression
+reads them from one step, a window of steps or all, and is tested on problems that it was not fitted to, in six folds.
+The window is chosen among the problems of the fit. An AUROC compares right and wrong answers of one template.
+Intervals: bootstrap over problems.
+
+About 12 seconds of processor time for tiny-llada.
 """
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,13 +21,15 @@ import xarray as xr
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from templates import balanced
+from templates import RANDOM, balanced, call, having, loaded
 
 import sinklens
 from sinklens.experiments import step_predictions
 from sinklens.tasks.word_problems import Problem, read_answer
 
+MODELS = ("tiny-llada",)
 STEPS = 6
+DRAWN = {"temperature": 1.0, "greedy": False}  # settings, each of other samplers, by which tokens are drawn
 TWO_STEPS = ("groups-then-more", "more-then-fewer", "together")
 Features = np.ndarray
 """[problem, feature]."""
@@ -52,14 +57,14 @@ class Judged(NamedTuple):
         print(f"{label}: {auroc(scores, self.wrong, self.kinds):.2f} [{low:.2f}, {high:.2f}]", flush=True)
 
 
-def erring_runs() -> Judged:
+def erring_runs(name: str) -> Judged:
     """A run in which many answers are wrong; prints how many."""
-    problems, model = balanced(28, TWO_STEPS), sinklens.load("tiny-llada")
-    settings = {"steps": STEPS, "remasking": "random", "temperature": 1.0, "record_sinks": False}
+    problems, model = balanced(28, TWO_STEPS), loaded(name, masks=True, shuffles=True)
+    settings = {"steps": STEPS, "record_sinks": False} | having(model, RANDOM | DRAWN)
     run = sinklens.generate(model, [problem.prompt for problem in problems], progress=False, **settings)
     results = zip(run.answers, problems, strict=True)
     wrong = np.array([read_answer(answer.text or "") != problem.result for answer, problem in results])
-    print(f"{wrong.sum()} of {len(wrong)} answers are wrong")
+    print(f"{name}: {wrong.sum()} of {len(wrong)} answers are wrong")
     return Judged(run, step_predictions(run), problems, wrong)
 
 
@@ -106,8 +111,13 @@ def auroc(scores: np.ndarray, wrong: np.ndarray, kinds: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Print the table."""
-    judged = erring_runs()
+    """Print the tables."""
+    for name in call(sys.argv[1:], MODELS).models:
+        tell(erring_runs(name))
+
+
+def tell(judged: Judged) -> None:
+    """Print the table of a model."""
     wrong, report = judged.wrong, judged.report
     print("by template:", {str(kind): int(wrong[judged.kinds == kind].sum()) for kind in sorted(set(judged.kinds))})
     features = step_features(judged.found)

@@ -1,6 +1,6 @@
 """Measure the tables of docs/papers/first-step-keys.md: does a block's first step name the keys that later steps use?
 
-    python benchmarks/papers/first_step_keys.py [MODEL ...]
+    python benchmarks/papers/first_step_keys.py [MODEL ...] [each=N]
 
 14 held-out word problems, two of each template; blocks of 8 positions, one token per step, and the 8 keys per head
 before the block that its queries attend to most, from the second block on. Took 7
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
-from templates import answers, balanced, mean, row
+from templates import answers, call, loaded, mean, row
 from torch import Tensor
 
 import sinklens
@@ -134,9 +134,9 @@ def same_answer(
 
 def main() -> None:
     """Print the tables."""
-    asked = balanced(2)
-    for name in sys.argv[1:] or SETTINGS:
-        model = sinklens.load(name)
+    names, asked, _ = call(sys.argv[1:], list(SETTINGS), 2)
+    for name in names:
+        model = loaded(name, masks=True)
         settings = SETTINGS.get(name, SETTINGS["tiny-sdar" if model.block_length else "tiny-llada"])
         runs = [block_scores(model, one.prompt, settings) for one in asked]
         found = [of_prompt(runs, number) for number in range(len(asked))]

@@ -1,27 +1,42 @@
 """Does adaptation to diffusion rewire an autoregressive model? (docs/papers/mechanism-shift.md)
 
+    python benchmarks/papers/mechanism_shift.py [MODEL ...]
+
 tiny-two-modes was initialized from tiny-llama and decodes in both ways. Each head is ablated at every step, on the
 canvases of the unchanged run; the effect is the KL divergence of the predictions. The rank correlation of the 24
 effects compares two models or modes; its 95 % interval resamples templates. Controls are a twin that learned diffusion
 from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
 one core.
+
+Models that are given are compared in pairs, each in its own mode; they must have as many layers and heads.
 """
+
+import sys
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
+from templates import call
 
 import sinklens
 from sinklens.experiments import sweep
 from sinklens.interventions import AblateHeads
 from sinklens.tasks.word_problems import held_out
 
-RUNS = {
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-llama": ("tiny-llama", {}),
     "two modes, left to right": ("tiny-two-modes", {"mode": "autoregressive"}),
     "two modes, diffusion": ("tiny-two-modes", {"mode": "diffusion"}),
     "tiny-llada": ("tiny-llada", {}),
 }  # fmt: skip
-PAIRS = [(0, 1), (0, 2), (1, 2), (0, 3), (2, 3)]
+PAIRS = [
+    ("tiny-llama", "two modes, left to right"),
+    ("tiny-llama", "two modes, diffusion"),
+    ("two modes, left to right", "two modes, diffusion"),
+    ("tiny-llama", "tiny-llada"),
+    ("two modes, diffusion", "tiny-llada"),
+]
 PROMPTS, LENGTH, RESAMPLES = 10, 8, 2000
 
 
@@ -32,10 +47,15 @@ def correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 def main() -> None:
     """Print the table."""
-    problems = held_out(PROMPTS)
+    problems, names = held_out(PROMPTS), call(sys.argv[1:], ()).models
+    runs = {name: (name, dict[str, Any]()) for name in names} or RUNS
+    models = {checkpoint: sinklens.load(checkpoint) for checkpoint, _ in runs.values()}
+    sizes = {(model.cfg.n_layers, model.cfg.n_heads) for model in models.values()}
+    if len(sizes) > 1:
+        sys.exit(f"heads are compared one by one, but the models have other numbers of (layers, heads): {sizes}.")
     effects = {}
-    for name, (checkpoint, settings) in RUNS.items():
-        model = sinklens.load(checkpoint)
+    for name, (checkpoint, settings) in runs.items():
+        model = models[checkpoint]
         layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
         ablations = {f"{layer}.{head}": AblateHeads(layers=[layer], heads=[head]) for layer in layers for head in heads}
         prompts = [problem.prompt for problem in problems]
@@ -47,9 +67,8 @@ def main() -> None:
         print(name, "strongest", [list(ablations)[one] for one in strongest])
     rng = np.random.default_rng(0)
     kinds = np.unique([problem.kind for problem in problems], return_inverse=True)[1]
-    for first, second in PAIRS:
-        names = [list(RUNS)[number] for number in (first, second)]
-        one, two = (effects[name] for name in names)
+    for pair in combinations(runs, 2) if names else PAIRS:
+        one, two = (effects[name] for name in pair)
         drawn = []
         for _ in range(RESAMPLES):
             rows = np.concatenate(
@@ -57,10 +76,15 @@ def main() -> None:
             )
             drawn.append(correlation(one[rows], two[rows]))
         low, high = np.percentile(drawn, [2.5, 97.5])
-        turns = [np.concatenate([6 * layer + rng.permutation(6) for layer in range(4)]) for _ in range(1000)]
+        starts = range(0, one.shape[1], len(heads))
+        turns = [np.concatenate([start + rng.permutation(len(heads)) for start in starts]) for _ in range(1000)]
         shuffled = [correlation(one, two[:, turn]) for turn in turns]
         middle, most = np.percentile(shuffled, [50, 97.5])
-        print(names, f"{correlation(one, two):.2f} [{low:.2f}, {high:.2f}]", f"shuffled {middle:.2f}, up to {most:.2f}")
+        print(
+            list(pair),
+            f"{correlation(one, two):.2f} [{low:.2f}, {high:.2f}]",
+            f"shuffled {middle:.2f}, up to {most:.2f}",
+        )
 
 
 if __name__ == "__main__":

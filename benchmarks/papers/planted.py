@@ -1,4 +1,6 @@
-"""Do two methods find what was planted in tiny-llada, and nothing where it is absent? (docs/papers/planted.md)
+"""Do two methods find what was planted in a model, and nothing where it is absent? (docs/papers/planted.md)
+
+    python benchmarks/papers/planted.py [MODEL ...]
 
 *One direction.* `Plant` makes the model refuse, with an empty answer, if the prompt asks about certain things: one hook
 writes a random direction at every position, another one raises the logit of the end token with the direction's
@@ -10,14 +12,15 @@ replaced at a step. Counted are the runs whose final number changes. The planted
 are hidden in all layers, so the final number can only follow those of the answer ("cut"). The planted absence: the
 computed number is hidden as well. Each is compared with the run that hides the same positions and replaces nothing.
 
-It took about 40 seconds of CPU time on one core.
+It took about 40 seconds of CPU time on one core for tiny-llada.
 """
 
+import sys
 from collections import defaultdict
 from typing import Any
 
 import torch
-from templates import balanced
+from templates import balanced, call, loaded
 from torch import Tensor
 
 import sinklens
@@ -123,7 +126,13 @@ def early_tokens(model: Any) -> None:
         print(name, proportion(sum(followed[name]), len(followed[name])))
 
 
+def main() -> None:
+    """Print both tables."""
+    for name in call(sys.argv[1:], ("tiny-llada",)).models:
+        model = loaded(name, masks=True, words=[*REFUSED, " 7", " 8", " apples", " ="])
+        directions(model)
+        early_tokens(model)
+
+
 if __name__ == "__main__":
-    tiny_llada = sinklens.load("tiny-llada")
-    directions(tiny_llada)
-    early_tokens(tiny_llada)
+    main()

@@ -1,17 +1,22 @@
 """Can text that a model has seen be extracted through holes? docs/papers/infilling-extraction.md.
 
-First, tiny-llada as shipped: the number and the noun that follow each other first in a question, for 28 problems of its
-training set and 28 held-out ones of the same templates. Then, a copy that was trained for 60 steps on one planted
-question: that question, and twelve *twins* that were not planted, with other names and numbers in the same template.
-Log-probabilities (nats, exact) are given the text before the span, the text after it, and both. A hole is extracted if
-greedy filling returns every token of it. Intervals: t over templates, Wilson's over twins.
+    python benchmarks/papers/planted_text.py [MODEL ...]
 
-About 10 seconds of processor time.
+First, tiny-llada (or another model that `training` can make) as shipped: the number and the noun that follow each other
+first in a question, for 28 problems of its training set and 28 held-out ones of the same templates. Then, a copy that
+was trained for 60 steps on one planted question: that question, and twelve *twins* that were not planted, with other
+names and numbers in the same template. Log-probabilities (nats, exact) are given the text before the span, the text
+after it, and both. A hole is extracted if greedy filling returns every token of it. Intervals: t over templates,
+Wilson's over twins.
+
+About 10 seconds of processor time for tiny-llada.
 """
+
+import sys
 
 import numpy as np
 import torch
-from templates import balanced, mean
+from templates import balanced, call, having, loaded, mean
 
 import sinklens
 from sinklens.experiments import holes, likelihood
@@ -51,7 +56,8 @@ def extracted(model: sinklens.Model, question: str, mode: str) -> bool:
     left, right = surroundings(mode, before, after)
     size = len(before) + len(span) - len(left)  # without the text before the span, the hole begins earlier
     layout = holes(model, [left, size, *([right] if right else [])])
-    run = sinklens.generate(model, **layout, steps=size, block_length=size, record_sinks=False, progress=False)
+    lengths = {"steps": size, **having(model, {"block_length": size})}
+    run = sinklens.generate(model, **layout, **lengths, record_sinks=False, progress=False)
     return bool(run.tokens[0, len(before) : len(before) + len(span)].tolist() == span)
 
 
@@ -69,27 +75,40 @@ def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
         optimizer.step()
 
 
-model = sinklens.load("tiny-llada")
-recipe = RECIPES["tiny-llada"]
-seen, unseen = balanced(4, among=training(recipe.seed, 200)), balanced(4)
-for mode in MODES:
-    values = {
-        label: [log_p(model, p.question, mode) for p in of] for label, of in {"seen": seen, "new": unseen}.items()
-    }
-    gaps = np.subtract(values["seen"], values["new"])
-    taken = [sum(extracted(model, p.question, mode) for p in of) for of in (seen, unseen)]
-    print(f"{mode}: extracted {proportion(taken[0], 28)}, held out {proportion(taken[1], 28)}")
-    if mode != "after":
-        print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
-        print(f"  difference {mean(gaps, seen, '.2f')}", flush=True)
+def main() -> None:
+    """Print the tables."""
+    known = {name: recipe.seed for name, recipe in RECIPES.items() if not recipe.windows}
+    for name in call(sys.argv[1:], ("tiny-llada",)).models:
+        model = loaded(name, masks=True)
+        if name not in known:
+            sys.exit(f"no recipe says on which problems {name} was trained; these have one: {', '.join(known)}.")
+        tell(model, known[name])
 
-more = [problem for problem in held_out() if problem.kind == "more"]
-secret, twins = more[0].question, [problem.question for problem in more[1:13]]
-plant(model, secret)
-print("planted:", secret)
-for mode in MODES:
-    others = proportion(sum(extracted(model, twin, mode) for twin in twins), len(twins))
-    far = np.mean([log_p(model, twin, mode) for twin in twins])
-    print(
-        f"{mode}: planted {extracted(model, secret, mode)}, {log_p(model, secret, mode):.2f}; twins {others}, {far:.2f}"
-    )
+
+def tell(model: sinklens.Model, seed: int) -> None:
+    """Print the tables of a model that was trained on the problems of a seed, and train it on the planted question."""
+    seen, unseen = balanced(4, among=training(seed, 200)), balanced(4)
+    for mode in MODES:
+        values = {
+            label: [log_p(model, p.question, mode) for p in of] for label, of in {"seen": seen, "new": unseen}.items()
+        }
+        gaps = np.subtract(values["seen"], values["new"])
+        taken = [sum(extracted(model, p.question, mode) for p in of) for of in (seen, unseen)]
+        print(f"{mode}: extracted {proportion(taken[0], 28)}, held out {proportion(taken[1], 28)}")
+        if mode != "after":
+            print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
+            print(f"  difference {mean(gaps, seen, '.2f')}", flush=True)
+
+    more = [problem for problem in held_out() if problem.kind == "more"]
+    secret, twins = more[0].question, [problem.question for problem in more[1:13]]
+    plant(model, secret)
+    print("planted:", secret)
+    for mode in MODES:
+        others = proportion(sum(extracted(model, twin, mode) for twin in twins), len(twins))
+        far = np.mean([log_p(model, twin, mode) for twin in twins])
+        taken = f"{extracted(model, secret, mode)}, {log_p(model, secret, mode):.2f}"
+        print(f"{mode}: planted {taken}; twins {others}, {far:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,18 @@
 """Does steering work better when it acts only while an attribute is decided? (docs/papers/scheduled-steering.md)
 
+    python benchmarks/papers/scheduled_steering.py [MODEL ...]
+
 The attribute is the thing that an answer counts ("… = 12 apples"); the direction is the unembedding of " kites" minus
 that of the mean token, added to the last stream at undecided positions. Schedules of equal total strength are compared:
 all steps, the half of the noise levels in which most things are decided, and the other half; then uniform steering with
-the dose per step of these halves. It took 11 seconds of CPU time on one core.
+the dose per step of these halves. It took 11 seconds of CPU time on one core for tiny-llada,
+for which the doses were chosen.
 """
 
+import sys
+
 import numpy as np
+from templates import call, loaded
 
 import sinklens
 from sinklens.interventions import AtNoise, Steer
@@ -17,8 +23,13 @@ TARGET, DOSES = " kites", (40.0, 50.0)
 
 
 def main() -> None:
-    """Print when things are decided, and the table."""
-    model = sinklens.load("tiny-llada")
+    """Print the tables."""
+    for name in call(sys.argv[1:], ("tiny-llada",)).models:
+        tell(loaded(name, masks=True, words=[TARGET, *(f" {item}" for item in ITEMS)]))
+
+
+def tell(model: sinklens.Model) -> None:
+    """Print when a model decides things, and its table."""
     things = [model.to_single_token(f" {item}") for item in ITEMS]
     problems = [
         one for one in held_out(60) if one.kind in ("more", "fewer", "groups", "share") and TARGET not in one.prompt

@@ -1,12 +1,16 @@
 """Is the denoising step encoded in the residual stream? (docs/papers/subliminal-clocks.md)
 
+    python benchmarks/papers/subliminal_clocks.py [MODEL ...]
+
 Ridge probes of the step, at undecided positions, on runs of the model's own decoding order, on runs of random order,
 and from one to the other; then the entropy at undecided positions under steering along "late minus early". It took
-30 seconds of CPU time on one core.
+30 seconds of CPU time on one core for the default models.
 """
 
+import sys
+
 import numpy as np
-from templates import balanced, mean
+from templates import RANDOM, balanced, call, having, loaded, mean
 
 import sinklens
 from sinklens.experiments import StepOutput, sweep
@@ -36,12 +40,12 @@ def main() -> None:
     problems = balanced(EACH)
     prompts = [problem.prompt for problem in problems]
     kinds = [problem.kind for problem in problems]
-    for name in NAMES:
-        model = sinklens.load(name)
+    for name in call(sys.argv[1:], NAMES).models:
+        model = loaded(name, masks=True, shuffles=True)
         points = ["hook_embed", "blocks.0.hook_resid_post", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"]
         runs = {
             "own": sinklens.generate(model, prompts, record_sinks=False),
-            "random": sinklens.generate(model, prompts, record_sinks=False, remasking="random"),
+            "random": sinklens.generate(model, prompts, record_sinks=False, **having(model, RANDOM)),
         }
         parts = {}
         for order, run in runs.items():
@@ -61,16 +65,18 @@ def steer(model: sinklens.Model, data: ProbeData, point: str) -> None:
     """Print the entropy under steering toward late minus that under steering toward early, and of random directions."""
     problems = [one for number, one in enumerate(balanced(EACH)) if number % EACH >= FITTED]
     data = data.chosen(data.column("prompt") % EACH < FITTED)
-    probe = fit_probe(data.with_label("late", data.column("step") > 11), point, "late", "difference")
+    last = int(data.column("step").max()) + 3  # every third step has data
+    steps = [last // 6, last // 2]
+    probe = fit_probe(data.with_label("late", data.column("step") >= last // 2), point, "late", "difference")
     directions = {"late − early": probe} | {f"random {seed}": probe.random(seed) for seed in range(3)}
     changes = {
-        f"{name} {sign}": one.steer(sign, where="masked", steps=[4, 12])
+        f"{name} {sign}": one.steer(sign, where="masked", steps=steps)
         for name, one in directions.items()
         for sign in (-DOSE, DOSE)
     }
     found = sweep(model, [problem.prompt for problem in problems], changes, metric=entropy, replay=True)
     value = found["metric"].mean("step")  # of the steps that were steered
-    print(model.name, "unchanged", mean(found["metric_base"].sel(step=[4, 12]).mean("step"), problems, ".2f"))
+    print(model.name, "unchanged", mean(found["metric_base"].sel(step=steps).mean("step"), problems, ".2f"))
     for name in directions:
         contrast = value.sel(intervention=f"{name} {DOSE}") - value.sel(intervention=f"{name} {-DOSE}")
         print(model.name, name, mean(contrast, problems, ".2f"))

@@ -5,19 +5,26 @@ differ, so means have the t interval over the means of the templates (docs/conce
 answers have score intervals over prompts instead, which stay within their range.
 """
 
+import argparse
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+import sinklens
 from sinklens.analyses.estimates.deciding import in_groups
 from sinklens.analyses.estimates.ratios import geometric as geometric_interval
 from sinklens.analyses.estimates.ratios import median
 from sinklens.evaluation.verification import mean_of
+from sinklens.families.samplers import settings_for
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
 from sinklens.utils.estimates import Estimate, outcomes
+
+RANDOM = {"remasking": "random", "alg": "origin", "order": "random"}
+"""The settings, each of other samplers, by which positions are decided in random order."""
 
 
 class Call(NamedTuple):
@@ -34,15 +41,50 @@ class Call(NamedTuple):
     settings: dict[str, Any]
 
 
-def call(given: Sequence[str], models: Sequence[str], each: int) -> Call:
-    """The arguments of a script: ``[MODEL ...] [each=N] [SETTING=VALUE ...]``.
+def call(given: Sequence[str], models: Sequence[str], each: int = 0) -> Call:
+    """The arguments of a script: ``[MODEL ...] [each=N] [SETTING=VALUE ...]``, or ``--help``.
 
     Args:
-        models, each: models, and problems of each template, if none are given.
+        models, each: models, and problems of each template, if none are given; without `each`, the script takes models
+            only.
     """
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {', '.join(models)}")
+    given = parser.parse_args(given).models
     settings = {name: json.loads(value) for name, _, value in (one.partition("=") for one in given if "=" in one)}
+    if settings and not each:
+        parser.error(f"this script takes models only; got {', '.join(settings)}.")
     problems = balanced(settings.pop("each", each))
     return Call([one for one in given if "=" not in one] or models, problems, settings)
+
+
+def loaded(name: str, masks: bool = False, shuffles: bool = False, words: Iterable[str] = ()) -> sinklens.Model:
+    """A model; the script ends with the reason if the model lacks what it needs.
+
+    Args:
+        masks: whether the script needs a mask token.
+        shuffles: whether it needs a random order (`RANDOM`).
+        words: texts that must be single tokens.
+    """
+    model = sinklens.load(name)
+    parted = [word for word in words if len(model.encode(word, prepend_bos=False).ids[0]) != 1]
+    lacks = {
+        "a mask token": masks and model.mask_token_id is None,
+        "a sampler with a random order": shuffles and not having(model, RANDOM),
+        f"single tokens for {', '.join(map(repr, parted))}": parted,
+    }
+    for lack, holds in lacks.items():
+        if holds:
+            sys.exit(f"{name} has not what this script needs: {lack}.")
+    return model
+
+
+def having(model: sinklens.Model, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that the model's sampler has."""
+    known = settings_for(model, {}).settings()
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def balanced(

@@ -1,27 +1,30 @@
 """How often is a watermark missed, and how often is one found in unmarked text? docs/papers/watermarks.md.
 
-30 texts of tiny-llada that continue "Question:", 40 positions in 20 steps, random order, temperature 1: without a mark,
-with the Gumbel mark, and with GreenList. Each text with the Gumbel mark has a key of its own; unmarked texts are tested
-with the same keys, and in a second row all with one key. Both detectors call a text marked at p < 0.01. Intervals:
-Wilson's over texts.
+    python benchmarks/papers/watermarks.py [MODEL ...]
 
-About 12 seconds of processor time.
+30 texts of tiny-llada, or of other models, that continue "Question:", 40 positions in 20 steps, random order,
+temperature 1: without a mark, with the Gumbel mark, and with GreenList. Each text with the Gumbel mark has a key of its
+own; unmarked texts are tested with the same keys, and in a second row all with one key. Both detectors call a text
+marked at p < 0.01. Intervals: Wilson's over texts.
+
+About 12 seconds of processor time for tiny-llada.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.stats import gamma, norm
+from templates import RANDOM, call, having, loaded
 
 import sinklens
 from sinklens.hooks.points import Point
 from sinklens.utils.estimates import Estimate, proportion
 
 TEXTS, LENGTH, STEPS, LEVEL = 30, 40, 20, 0.01
-model = sinklens.load("tiny-llada")
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,25 @@ class GreenList:
         ]
 
 
-def uniforms(keys: Sequence[int]) -> torch.Tensor:
+def uniforms(keys: Sequence[int], vocabulary: int) -> torch.Tensor:
     """The secret numbers of each key, [text, position of the answer, token]."""
-    draws = [torch.rand(LENGTH, model.cfg.d_vocab, generator=torch.Generator().manual_seed(key)) for key in keys]
+    draws = [torch.rand(LENGTH, vocabulary, generator=torch.Generator().manual_seed(key)) for key in keys]
     return torch.stack(draws).double().clamp(1e-12, 1 - 1e-7)
 
 
-def generated(hooks: object = (), temperature: float = 0.0, seed: int = 0, **how: object) -> sinklens.Generation:
-    """A run of all texts."""
-    settings = {"gen_length": LENGTH, "steps": STEPS, "remasking": "random"} | how
-    settings |= {"temperature": temperature, "seed": seed, "record_sinks": False, "progress": False}
-    return sinklens.generate(model, ["Question:"] * TEXTS, hooks=hooks, **settings)
+def generated(
+    model: sinklens.Model, hooks: object = (), seed: int | None = None, by_confidence: bool = False
+) -> sinklens.Generation:
+    """A run of all texts; with a seed, tokens are drawn at temperature 1."""
+    settings = {"gen_length": LENGTH, "steps": STEPS, "record_sinks": False, "progress": False}
+    settings |= {} if by_confidence else having(model, RANDOM)
+    settings |= having(model, {"temperature": 0.0} if seed is None else {"temperature": 1.0, "greedy": False})
+    return sinklens.generate(model, ["Question:"] * TEXTS, hooks=hooks, seed=seed or 0, **settings)
 
 
-def gumbel(keys: Sequence[int]) -> list[tuple]:
+def gumbel(keys: Sequence[int], vocabulary: int) -> list[tuple]:
     """Hooks that turn the greedy choice into a draw whose noise depends on key and position."""
-    noise = -torch.log(-torch.log(uniforms(keys)))
+    noise = -torch.log(-torch.log(uniforms(keys, vocabulary)))
 
     def add(logits: torch.Tensor, hook: Point) -> torch.Tensor:
         logits = logits.clone()
@@ -83,7 +89,7 @@ def gumbel(keys: Sequence[int]) -> list[tuple]:
 
 def gumbel_p(run: sinklens.Generation, keys: Sequence[int]) -> np.ndarray:
     """P of at least this sum of −log(1 − u) over the answer's tokens, were they drawn without the key."""
-    found, numbers = [], uniforms(keys)
+    found, numbers = [], uniforms(keys, run.model.cfg.d_vocab)
     for row, answer in enumerate(run.answers):
         ids = run.tokens[row, run.prompt_length : run.prompt_length + answer.tokens]
         score = -torch.log1p(-numbers[row, torch.arange(len(ids)), ids]).sum()
@@ -96,7 +102,7 @@ def green_z(run: sinklens.Generation, mark: GreenList) -> np.ndarray:
 
     Equal tokens count once, as in Kirchenbauer et al., 2301.10226: their draws are not independent.
     """
-    green = mark.green(model.cfg.d_vocab)
+    green = mark.green(run.model.cfg.d_vocab)
     share, found = float(green.double().mean()), []
     for row, answer in zip(run.tokens, run.answers, strict=True):
         ids = row[run.prompt_length : run.prompt_length + answer.tokens].unique()
@@ -115,21 +121,33 @@ def called(p: np.ndarray) -> Estimate:
     return proportion(int((p < LEVEL).sum()), len(p))
 
 
-keys, one = list(range(100, 100 + TEXTS)), [7] * TEXTS
-plain = generated(temperature=1.0, seed=1)
-marked = generated(gumbel(keys))
-print("tokens of a text:", np.mean([answer.tokens for answer in plain.answers]))
-print("gumbel: found", called(gumbel_p(marked, keys)), flush=True)
-print("  false alarms, own keys", called(gumbel_p(plain, keys)), "one key", called(gumbel_p(plain, one)))
-print("  marked, read with other keys", called(gumbel_p(marked, [key + 1000 for key in keys])))
-rates = [called(gumbel_p(plain, [key] * TEXTS)).value for key in range(40)]
-print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")
-confident = generated(gumbel(keys), remasking="low_confidence")
-print("  order by confidence: found", called(gumbel_p(confident, keys)), flush=True)
-for delta in (2.0, 4.0):
-    run = generated(GreenList(key=7, delta=delta).hooks(), temperature=1.0)
-    print(f"green list, delta {delta}: found", called(green_p(run, one)), flush=True)
-    print("  read with another key", called(green_p(run, [8] * TEXTS)))
-print("  false alarms, own keys", called(green_p(plain, keys)), "one key", called(green_p(plain, one)))
-rates = [called(green_p(plain, [key] * TEXTS)).value for key in range(40)]
-print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")
+def tell(model: sinklens.Model) -> None:
+    """Print the table of a model."""
+    keys, one, size = list(range(100, 100 + TEXTS)), [7] * TEXTS, model.cfg.d_vocab
+    plain = generated(model, seed=1)
+    marked = generated(model, gumbel(keys, size))
+    print(f"{model.name}, tokens of a text:", np.mean([answer.tokens for answer in plain.answers]))
+    print("gumbel: found", called(gumbel_p(marked, keys)), flush=True)
+    print("  false alarms, own keys", called(gumbel_p(plain, keys)), "one key", called(gumbel_p(plain, one)))
+    print("  marked, read with other keys", called(gumbel_p(marked, [key + 1000 for key in keys])))
+    rates = [called(gumbel_p(plain, [key] * TEXTS)).value for key in range(40)]
+    print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")
+    confident = generated(model, gumbel(keys, size), by_confidence=True)
+    print("  order by confidence: found", called(gumbel_p(confident, keys)), flush=True)
+    for delta in (2.0, 4.0):
+        run = generated(model, GreenList(key=7, delta=delta).hooks(), seed=0)
+        print(f"green list, delta {delta}: found", called(green_p(run, one)), flush=True)
+        print("  read with another key", called(green_p(run, [8] * TEXTS)))
+    print("  false alarms, own keys", called(green_p(plain, keys)), "one key", called(green_p(plain, one)))
+    rates = [called(green_p(plain, [key] * TEXTS)).value for key in range(40)]
+    print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")
+
+
+def main() -> None:
+    """Print the tables."""
+    for name in call(sys.argv[1:], ("tiny-llada",)).models:
+        tell(loaded(name, masks=True, shuffles=True))
+
+
+if __name__ == "__main__":
+    main()
