@@ -385,6 +385,18 @@ def _groups(prompts: Sequence[SinglePrompt], given: Sequence[Hashable] | None) -
     return found
 
 
+def own_settings(study: type[Study], **given: Any) -> dict[str, Any]:
+    """The settings of a study itself among `given`, without those that are None or empty.
+
+    Raises:
+        SettingError: the study does not have one.
+    """
+    chosen = {name: value for name, value in given.items() if value not in (None, (), "")}
+    unknown = chosen.keys() - {one.name for one in fields(study)}
+    require(not unknown, f"the study {study.name} has no setting {', '.join(unknown)}; texts and pair have. Omit it.")
+    return chosen
+
+
 def setting_names(model: Model, settings: Mapping[str, Any]) -> set[str]:
     """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
     family = model.family_record

@@ -101,6 +101,7 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
     ("cosine of queries with keys, at sinks − at other keys", 1.0, 2, {"measure": "alignment"}),
     ("nats lost by hiding all sinks", 1.0, 2, {"measure": "cost", **HIDDEN}),
     ("… attention hidden, %", 100.0, 0, {"measure": "removed", **HIDDEN}),
+    ("… by hiding as many random keys", 1.0, 2, {"measure": "cost", "kind": "any", "choice": "random"}),
     ("a token replaced: strongest key of later queries changes, %", 100.0, 1,
      {"measure": "jump_share", "edit": "edited, later", "lead": 0.0}),
     ("a mask filled in: strongest key changes, %", 100.0, 1,
@@ -171,20 +172,16 @@ TABLES: dict[str, Table] = {
             ("nats lost by hiding their sinks", "sinks"), ("… by hiding those other keys", "others"),
             ("… difference", "difference"),
         )),
+        *(plain(f"… difference, {100 * share:.0f} % masked", measure="matched_cost", share=share, hidden="difference")
+          for share in (0.05, 0.9)),
         percent("… attention hidden, either way, %", measure="matched_removed", share=0.15, hidden="sinks"),
-    ), models=PAIR),
-    "pair_keys": Table("pair-keys", tuple(
-        plain(f"{label}, layer {layer}", measure=measure, layer=layer, share=0.15, of="first position")
-        for label, measure in (("cosine of queries with its key − with others", "cosine"),
-                               ("log2 of what its value writes ÷ what others write", "value_norm"))
-        for layer in (20,)
     ), models=PAIR),
     "pair_problems": Table("problems/pair-texts", (
         *(
             Row(label, {"share": 0.15, **where}, scale, digits)
             for label, scale, digits, where in (*PAIR_ROWS, *PROBLEM_ROWS)
             if where["measure"] not in (*ALONE, "removed", "nats", "jump_share")
-            and where.get("kind") not in ("mask", "delimiter")
+            and where.get("kind") not in ("mask", "delimiter") and where.get("choice") != "random"
         ),
         plain("nats lost by hiding all sinks, 90 % masked", measure="cost", share=0.9, **HIDDEN),
     ), models=PAIR),

@@ -5,14 +5,14 @@ Pitfall: prompts of a file without known answers are left out where right answer
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from sinklens.analyses import questions
 from sinklens.cli.options import Call, Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.utils.escaping import say
 
 SEEDS = (
@@ -38,6 +38,9 @@ def run_study(
     batch_size: Integer = 10,
     length: Integer | None = None,
     seeds: bool = False,
+    shares: Annotated[tuple[float, ...], Parameter(show_default=False)] = (),
+    edits: Integer | None = None,
+    after: str = "",
     settings: Settings | None = None,
     run: Run | None = None,
     loading: LoadingOfRun | None = None,
@@ -59,27 +62,34 @@ def run_study(
         length: tokens of the longest prompt and its answer together (default: as --gen-length says)
         seeds: the models are training runs that differ in their seed: also print and write every measure over all of
             them, with an interval over seeds and prompts
+        shares: texts and pair: shares of a text that are masked, such as 0.15 0.9 (default: the study's)
+        edits: texts and pair: edits of each sort for each text (default: the study's)
+        after: texts and pair: what a text is predicted after, such as "Answer:" (default: its first token)
     """
     from sinklens.analyses import find
     from sinklens.analyses.printing import show
     from sinklens.analyses.seeds import write_seeds
+    from sinklens.analyses.study import own_settings
     from sinklens.evaluation.counting import counting
     from sinklens.model import load
     from sinklens.tasks.prompts import read_groups
     from sinklens.utils.folders import check_folder
 
     kind, asked = find(name), _prompts(prompts, limit)
-    if seeds and len(models) < 2:
-        raise SettingError(
-            f"--seeds compares training runs of one recipe; give at least two models, not {models[0]} alone."
-        )
+    require(
+        not seeds or len(models) > 1,
+        f"--seeds compares training runs of one recipe; give at least two models, not {models[0]} alone.",
+    )
     require(
         group is None or prompts is not None,
         "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl).",
     )
     groups = read_groups(prompts, group, limit) if group is not None and prompts is not None else None
     answers = _answers(prompts, limit, kind, asked)
-    study = kind(batch_size=batch_size, length=length, settings=settings or {}, answers=answers, **run or {})
+    study = kind(
+        batch_size=batch_size, length=length, settings=settings or {}, answers=answers, **run or {},
+        **own_settings(kind, shares=shares, edits=edits, after=after),
+    )  # fmt: skip
     check_folder(out, "a study")
     loaded = [load(model, **fitted(model, loading, settings)) for model in models]
     with counting("prompts", out, call) as count:

@@ -46,8 +46,7 @@ def test_a_moving_newest_query_is_detected_although_the_sums_are_still():
     for step in range(1, 4):
         score[0, step:, 0, 0, 2 + step] += 0.8
     data = motion_of(planted(score, causal=True, prompt_length=4))
-    assert (float(data["static_share"][0]), float(data["newest_static_share"][0])) == (1, 0)
-    assert float(data["newest_jump_share"][0]) == 1
+    assert [float(data[f"{name}_share"][0]) for name in ("static", "newest_static", "newest_jump")] == [1, 0, 1]
 
 
 def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held_fixed(tiny_llama):

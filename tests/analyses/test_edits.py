@@ -100,6 +100,5 @@ def test_leads_are_margins_of_the_new_strongest_key():
     assert jumps.moved.tolist() == [[[True, False]]]
     np.testing.assert_allclose(jumps.lead, [[[0.5, 0.05]]])
     share, near = measures(jumps)
-    assert share.tolist() == [0.5, 0.5, 0.5, 0, 0]
-    assert near == 0
+    assert (share.tolist(), near) == ([0.5, 0.5, 0.5, 0, 0], 0)
     assert np.isnan(measures(None)[1])

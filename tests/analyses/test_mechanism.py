@@ -40,8 +40,7 @@ def run_of(canvases):
 def test_halves_split_the_undecided_positions_of_a_step():
     run = run_of([[1, MASK, MASK, MASK, MASK], [1, MASK, 2, MASK, MASK], [1, 3, 2, 4, 5]])
     found = above_median(run, np.array([[[0.9, 0.1, 0.4, 0.3, 0.2], [0.9, 0.1, 0.8, 0.3, 0.2]]]))[0].tolist()
-    assert found[0] == [False, False, True, True, False]
-    assert found[1] == [False, False, False, True, False]
+    assert found == [[False, False, True, True, False], [False, False, False, True, False]]
 
 
 def test_the_correlation_is_between_attention_and_change_over_positions():
@@ -79,8 +78,7 @@ def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
         run = sinklens.generate(tiny_llada, [PROMPT], record_sinks=False, **settings)
         steps[name] = run.unmask_step[0, run.prompt_length :].tolist()
         assert sorted(steps[name]) == list(range(6))
-    assert list(steps) == list(ORDERS)
-    assert steps["position"] == list(range(6))
+    assert (list(steps), steps["position"]) == (list(ORDERS), list(range(6)))
     assert steps["random"] != steps["position"]
     assert orders(tiny_llama, {"gen_length": 6}) == {"position": {"gen_length": 6}}
 

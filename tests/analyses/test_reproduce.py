@@ -128,8 +128,7 @@ def test_a_shipped_model_answers_what_ships_with_it_unless_data_are_given(model,
         asked = Request((model,), data=data)
         protocols, paths = zip(*asked.tasks(model), strict=True)
         assert [protocol.name.startswith(start) for protocol in protocols] == [True, True]
-        assert set(paths) == {data}
-        assert asked.settings(model) == lengths
+        assert (set(paths), asked.settings(model)) == ({data}, lengths)
 
 
 def test_a_killed_reproduction_resumes_to_the_same_pages(tmp_path, monkeypatch):

@@ -47,8 +47,7 @@ def test_sinks_of_tokens_are_separated_from_sinks_of_places(planted, change, ver
     monkeypatch.setattr(module, "column_sums", planted(tiny_llada))
     found = Swaps(settings=SHORT).run(tiny_llada, [problem.prompt for problem in PROBLEMS])
     beyond = found.tables["beyond"].set_index("swap")
-    assert beyond.loc[TOKEN, "estimate"] == pytest.approx(-change)
-    assert beyond.loc[PLACE, "estimate"] == pytest.approx(change)
+    assert beyond.loc[[TOKEN, PLACE], "estimate"].tolist() == pytest.approx([-change, change])
     assert tuple(beyond.loc[[TOKEN, PLACE], "verdict"]) == verdicts
     before = found.tables["swaps"].query("measure == 'sinks_before'").set_index("swap")["estimate"]
     assert (before["digit → digit"], before["word → word"]) == (2, 0)

@@ -5,10 +5,11 @@ import importlib
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 from sinklens.analyses.pair import Pair
 from sinklens.analyses.passes import Read, TextCanvas, loss
-from sinklens.analyses.texts import KINDS, Texts
+from sinklens.analyses.texts import CLAIMS, KINDS, Texts
 from sinklens.errors import SettingError
 from sinklens.tasks import held_out
 
@@ -59,11 +60,20 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
     ):
         assert claims.loc[name, "verdict"] == verdict
         assert claims.loc[name, "estimate"] == pytest.approx(extra, abs=0.02)
-        rows = means[means["measure"] == measure]
-        costs = rows[rows["kind"].isin(["start", np.nan])].set_index(column)["estimate"]
+        of_start = (means["measure"] == measure) & means["kind"].isin(["start", np.nan])
+        costs = means[of_start].set_index(column)["estimate"]
         assert costs["sink"] - costs["random"] > 0.15
     removed = means.query("measure == 'removed' and kind == 'start'").set_index("choice")["estimate"]
     assert removed["same_mass"] == pytest.approx(removed["sink"], abs=0.02)
+
+
+@pytest.mark.parametrize(("held", "beyond"), [([0.3, 0.44], 0.5), ([0.4, 0.3], np.nan)])
+def test_no_claim_rests_on_a_control_that_holds_less_attention_than_the_sinks(held, beyond):
+    """Sinks cost 1.5 nats and hold 0.4 of the attention, in two texts; other keys cost 1."""
+    axes, at = ("prompt", "kind", "choice"), {"kind": ["any"], "choice": ["sink", "same_mass"]}
+    values = {"cost": (axes, [[[1.5, 1.0]]] * 2), "removed": (axes, [[[0.4, one]] for one in held])}
+    found = CLAIMS["hiding any sinks costs more than hiding as much attention"].of(xr.Dataset(values, at))
+    assert found.values == pytest.approx([beyond] * 2, nan_ok=True)
 
 
 def test_pairs_subtract_the_causal_model_text_by_text_and_count_once_what_no_mask_changes(tiny_llada, tiny_llama):
@@ -88,8 +98,7 @@ def test_only_what_follows_a_given_text_is_masked_and_predicted(tiny_llada, tiny
         found = measured[name].isel(prompt=0)
         expected = loss(model, TextCanvas(ids, answer, start), [])
         assert found["nats"].sel(share=1).item() == pytest.approx(expected, abs=1e-6)
-        assert found["cost"].isnull().all()
-        assert found["jump_share"].isnull().all()
+        assert all(found[name].isnull().all() for name in ("cost", "jump_share"))
         if not model.causal:
             masked = found["masked"].sel(share=0.3)
             assert (masked[:start].sum(), masked.sum()) == (0, round(0.3 * answer.sum().item()))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,9 +70,7 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     assert first < second < 8
     done = start(call)
     printed, errors = done.communicate(timeout=240)
-    assert done.returncode == 0, errors
-    assert f"{second}/8" in errors
-    assert kept(out) == 8
+    assert (done.returncode, f"{second}/8" in errors, kept(out)) == (0, True, 8), errors
     study = find("definitions")(settings={"gen_length": 4}, batch_size=8)
     full = tmp_path / "full"
     uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], full)
@@ -110,8 +109,7 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
     assert len(shown) > 20
     for estimate in shown:
         assert f"{estimate:.3f}" in tables or float(estimate).is_integer() or abs(estimate) < 0.0005
-    assert "tiny-llada: 100%" in errors
-    assert "2/2" in errors
+    assert re.search("tiny-llada: 100%.*2/2", errors)
     assert main(["table", str(out)]) == 0
     assert capsys.readouterr().out == tables
     assert main(call) == 0  # a rerun measures nothing and prints the same
@@ -134,22 +132,20 @@ def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
     assert {"found", "heads", "value_ratio", "no_op"} <= set(table["measure"])
 
 
-def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text, "author": text[0]}) + "\n" for text in ("Ann", "Abe", "Bo")))
-    call = [
-        "analyse",
-        "existence",
-        "tiny-llama",
-        "--prompts",
-        str(file),
-        "--gen-length",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main([*call, "--group", "author"]) == 0
-    assert json.loads((tmp_path / "out" / "existence.json").read_text())["groups"] == {"A": 2, "B": 1}
+def own(tmp_path, *lines):
+    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return ["--prompts", str(tmp_path / "mine.jsonl"), "--gen-length", "4", "--out", str(tmp_path / "out")]
+
+
+def test_groups_are_read_from_a_column_of_the_prompts_and_the_settings_of_the_study_itself(tmp_path, capsys):
+    lines = [{"prompt": f"Ask: {text}", "author": text[0]} for text in ("Ann has 3", "Abe has 4", "Bo has 5")]
+    call, of_texts = own(tmp_path, *lines), ["--shares", "0.3", "0.9", "--edits", "0", "--after", "Ask:"]
+    assert main(["analyse", "pair", "tiny-llama", *call, *of_texts, "--group", "author"]) == 0
+    manifest = json.loads((tmp_path / "out" / "pair.json").read_text())
+    given = {"shares": [0.3, 0.9], "edits": 0, "after": "Ask:"}
+    assert (manifest["groups"], manifest["options"] | given) == ({"A": 2, "B": 1}, manifest["options"])
+    assert main(["analyse", "existence", "tiny-llama", *call, "--edits", "0"]) == 1
+    assert "the study existence has no setting edits; texts and pair have." in capsys.readouterr().err
 
 
 def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tmp_path, capsys):
@@ -162,11 +158,6 @@ def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tm
     capsys.readouterr()
     assert main(["analyse", "edits", *call, "--out", str(tmp_path / "heads")]) == 1
     assert "the study edits compares exact steps, so it takes no cache policy" in capsys.readouterr().err
-
-
-def own(tmp_path, *lines):
-    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    return ["--prompts", str(tmp_path / "mine.jsonl"), "--gen-length", "4", "--out", str(tmp_path / "out")]
 
 
 def test_content_is_given_the_answers_to_own_prompts(tmp_path, capsys, monkeypatch):

@@ -65,10 +65,8 @@ def drained(step, run):
 
 def by_hand(run, planted):
     """`counted`, summed over the steps of a run."""
-    total = torch.zeros(3, NETWORK.layers)
-    for step, canvas in enumerate(run.canvases):
-        total += counted(NETWORK(canvas, Change(factor=drained(step, run) if planted else None)))
-    return total.numpy()
+    changes = [Change(factor=drained(step, run) if planted else None) for step in range(len(run.canvases))]
+    return sum(counted(NETWORK(*one)) for one in zip(run.canvases, changes, strict=True)).numpy()
 
 
 def test_sinks_no_ops_and_broadcasts_are_those_of_the_weights(runs):

@@ -1,9 +1,15 @@
 """The intervals in the tables of docs/papers/ are those that their captions name; a script asks what it is told to."""
 
+import sys
 from statistics import stdev
 
 import numpy as np
 import pytest
+from contracts import ROOT
+
+from sinklens.errors import CheckpointError
+
+SCRIPTS = sorted({file.stem for file in ROOT.glob("benchmarks/papers/*.py")} - {"templates"})
 
 
 def test_the_interval_is_that_of_the_means_of_templates(script):
@@ -30,6 +36,22 @@ def test_answers_have_score_intervals(script, values, lowest, text):
 def test_models_sizes_and_settings_can_be_given(script):
     tables = script("templates")
     assert tables.call(["a", "each=1", "steps=8"], ("b",), 3) == (["a"], tables.balanced(1), {"steps": 8})
+
+
+@pytest.mark.parametrize(("name", "given", "said"), [
+    *((name, *case) for name in SCRIPTS for case in (("--help", "[MODEL ...]"), ("none", "none is not a folder"))),
+    ("early_answers", "tiny-llama", "tiny-llama has not what this script needs: a mask token."),
+    ("watermarks", "tiny-two-modes", "a sampler with a random order."),
+    ("planted", "tiny-text", "single tokens for ' eggs', ' coins'"),
+    ("planted_text", "tiny-text", "no recipe says on which problems tiny-text was trained"),
+    ("mechanism_shift", "tiny-llama tiny-text", "the models have other numbers of (layers, heads)"),
+    ("causal_tracing", "tiny-llada", "an interval over facts needs two that every model knows."),
+])  # fmt: skip
+def test_every_script_takes_models_says_so_and_says_why_it_refuses_one(script, name, given, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *given.split()])
+    with pytest.raises((SystemExit, CheckpointError)) as caught:
+        script(name).main()
+    assert said in f"{caught.value} {capsys.readouterr().out}"
 
 
 @pytest.mark.parametrize("values", [[1.0, 0.0], [2.0, np.nan]])

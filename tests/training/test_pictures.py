@@ -60,5 +60,4 @@ def test_a_cell_and_a_word_are_single_tokens(many):
         ids = tokenizer(picture.tokens, add_special_tokens=False).input_ids
         assert [token - codes[0] for token in ids] == list(picture.codes)
         words = tokenizer(picture.caption, add_special_tokens=False).input_ids
-        assert len(words) == len(picture.caption.split())
-        assert tokenizer.decode(words) == picture.caption
+        assert (len(words), tokenizer.decode(words)) == (len(picture.caption.split()), picture.caption)
