@@ -110,16 +110,14 @@ MEASURES = {
 }
 
 OF_LAYERS = ("sink_heads", "first_mass", "first_strongest")
-HELD = {"cost": "removed", "stale_cost": "stale_mass"}
-"""Costs that have a control with as much attention -> what the keys hold."""
 EQUAL = 0.9
-"""What such a control must hold, of what the sinks hold, on average over texts."""
+"""What hidden keys must hold of the sinks' attention, on average over texts, to be a control with as much attention."""
 
 
 class Difference(NamedTuple):
     """What a claim compares.
 
-    A difference from a control that holds less attention than `EQUAL` says is NaN.
+    A difference from hidden keys that hold less attention than `EQUAL` says is NaN.
 
     Attributes:
         measure: of `MEASURES`.
@@ -135,8 +133,8 @@ class Difference(NamedTuple):
         values = data[self.measure].mean("layer") if "layer" in data[self.measure].dims else data[self.measure]
         more, less = (xr.DataArray(0.0) if at is None else values.sel(dict(at)) for at in (self.more, self.less))
         found = more - less
-        if self.measure in HELD and self.more and self.less:
-            sinks, control = (data[HELD[self.measure]].sel(dict(at)).mean("prompt") for at in (self.more, self.less))
+        if self.measure == "cost" and self.more and self.less:
+            sinks, control = (data["removed"].sel(dict(at)).mean("prompt") for at in (self.more, self.less))
             found = found.where(control >= EQUAL * sinks)
         return found.drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
 
