@@ -52,6 +52,20 @@ class Kept(NamedTuple):
     computed: Bool[Tensor, "batch window"] | None
 
 
+class _Leaving(NamedTuple):
+    """The variables of a step on their way to main memory.
+
+    Attributes:
+        found: the tensors, [batch, ...].
+        canvases: what is there already.
+        copied: on each GPU, that its part has arrived.
+    """
+
+    found: dict[str, Tensor]
+    canvases: dict[str, np.ndarray]
+    copied: list[torch.cuda.Event]
+
+
 class SinkRecorder:
     """Collects the variables of a step layer by layer and passes them to a store when the step ends.
 
@@ -62,8 +76,7 @@ class SinkRecorder:
 
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
-        store: where finished steps are kept.
-        latest: the variables of the step that ended last, [batch, ...]; empty before the first.
+        store: where finished steps are kept, the last one after `settle`.
     """
 
     def __init__(
@@ -99,10 +112,11 @@ class SinkRecorder:
         sums.layers |= set(range(layers))
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
-        self.latest: dict[str, np.ndarray] = {}
+        self._latest: dict[str, np.ndarray] = {}
+        self._leaving: _Leaving | None = None
         self._kept: dict[tuple[str, int], Kept] = {}
         self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join
-        self._pinned: Tensor | None = None
+        self._pinned: dict[str, Tensor] = {}
         self._watching = ExitStack()  # hooks that keep the patterns of a step
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
@@ -120,8 +134,10 @@ class SinkRecorder:
         try:
             with reading((points[entry[2]], partial(self._keep, *entry)) for entry in others):
                 yield
+            self.settle()
         except BaseException:
             with suppress(SinklensError):  # report the error that ended the run
+                self.settle()
                 self.store.flush()
             raise
         finally:
@@ -158,7 +174,7 @@ class SinkRecorder:
             self._watching.callback(after(point, keep).remove)
 
     def end_step(self, step: int, canvases: dict[str, np.ndarray]) -> None:
-        """Move the step's variables to the store.
+        """Begin to move the step's variables to main memory, from which `settle` takes them to the store.
 
         In an autoregressive run with a cache, values are joined to those of the steps before.
 
@@ -181,16 +197,48 @@ class SinkRecorder:
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
             self._keep_pattern(step, layer)
-        arrays = {  # layers may be on several devices
-            name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
+        found = {  # layers may be on several devices
+            name: torch.stack([value.to(layers[0].device) for value in layers], dim=1)
             for name, layers in variables.items()
         }
         if together is not None:
-            arrays["score"] = self._on_host(together)
+            found["score"] = together
         if self._queries is not None:
             canvases = canvases | {"computed": self._queries[:, step].numpy()}
-        self.latest = arrays | canvases
-        self.store.append(self.latest)
+        self.settle()
+        self._leaving = self._begun(found, canvases)
+
+    def _begun(self, found: dict[str, Tensor], canvases: dict[str, np.ndarray]) -> "_Leaving":
+        """The variables of a step; what is on a GPU goes to pinned memory, which its driver copies to by itself."""
+        for name, value in found.items():
+            if value.is_cuda:
+                pinned = self._pinned.get(name)
+                if pinned is None or (pinned.shape, pinned.dtype) != (value.shape, value.dtype):
+                    pinned = self._pinned[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                pinned.copy_(value, non_blocking=True)
+        devices = {value.device for value in found.values() if value.is_cuda}
+        copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return _Leaving(found, canvases, copied)
+
+    def settle(self) -> None:
+        """Store the step that ended last; called while a GPU computes the next one."""
+        if self._leaving is None:
+            return
+        (found, canvases, copied), self._leaving = self._leaving, None
+        for event in copied:
+            event.synchronize()
+        arrays = {
+            name: self._pinned[name].numpy().copy() if value.is_cuda else value.cpu().numpy()
+            for name, value in found.items()
+        }
+        self._latest = arrays | canvases
+        self.store.append(self._latest)
+
+    @property
+    def latest(self) -> dict[str, np.ndarray]:
+        """The variables of the step that ended last, [batch, ...]; empty before the first."""
+        self.settle()
+        return self._latest
 
     def _complete_scores(self) -> Float[Tensor, "batch layer head pos"] | None:
         """The scores of all layers, if each covers the complete canvas and one device has them; None if not."""
@@ -201,14 +249,6 @@ class SinkRecorder:
         if any(one.forward_pass.keys != whole or one.scores.device != found[0].scores.device for one in found):
             return None
         return torch.stack([one.scores for one in found], dim=1)
-
-    def _on_host(self, scores: Tensor) -> np.ndarray:
-        """A copy in main memory; from a GPU through pinned memory, which its driver copies to directly."""
-        if not scores.is_cuda:
-            return scores.cpu().numpy()
-        if self._pinned is None or self._pinned.shape != scores.shape:
-            self._pinned = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
-        return self._pinned.copy_(scores).numpy().copy()
 
     def _extends(self, what: tuple[str, int]) -> bool:
         """Whether the pass continues those of the steps before, which kept such a value."""

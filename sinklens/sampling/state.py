@@ -56,6 +56,7 @@ class State:
             first. None for all.
         kind: the kind of the next pass, in a model that changes its attention; its sampler sets it before each yield.
             None for other models.
+        launched: called between a pass and the decisions from its logits; a GPU may still compute the pass.
     """
 
     tree: HookTree
@@ -74,6 +75,7 @@ class State:
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
     kind: PassKind | None = None
+    launched: Callable[[], None] | None = None
     tied: Int[Tensor, " batch"] = field(init=False)
     logits_dtype: torch.dtype = torch.float32
     step_canvas: Int[Tensor, "batch pos"] = field(init=False)
@@ -313,6 +315,8 @@ class State:
                 hidden, where = self.tree.hidden(rows, real, time=time, of_step=True), where[:, columns]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real)
+        if self.launched is not None:
+            self.launched()
         return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)
 
     def logits_of(
