@@ -52,20 +52,6 @@ class Kept(NamedTuple):
     computed: Bool[Tensor, "batch window"] | None
 
 
-class _Leaving(NamedTuple):
-    """The variables of a step on their way to main memory.
-
-    Attributes:
-        found: the tensors, [batch, ...].
-        canvases: what is there already.
-        copied: on each GPU, that its part has arrived.
-    """
-
-    found: dict[str, Tensor]
-    canvases: dict[str, np.ndarray]
-    copied: list[torch.cuda.Event]
-
-
 class SinkRecorder:
     """Collects the variables of a step layer by layer and passes them to a store when the step ends.
 
@@ -113,7 +99,7 @@ class SinkRecorder:
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self._latest: dict[str, np.ndarray] = {}
-        self._leaving: _Leaving | None = None
+        self._leaving: tuple[dict[str, Tensor], dict[str, np.ndarray], list[torch.cuda.Event]] | None = None
         self._kept: dict[tuple[str, int], Kept] = {}
         self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join
         self._pinned: dict[str, Tensor] = {}
@@ -206,32 +192,29 @@ class SinkRecorder:
         if self._queries is not None:
             canvases = canvases | {"computed": self._queries[:, step].numpy()}
         self.settle()
-        self._leaving = self._begun(found, canvases)
-
-    def _begun(self, found: dict[str, Tensor], canvases: dict[str, np.ndarray]) -> "_Leaving":
-        """The variables of a step; what is on a GPU goes to pinned memory, which its driver copies to by itself."""
-        for name, value in found.items():
-            if value.is_cuda:
-                pinned = self._pinned.get(name)
-                if pinned is None or (pinned.shape, pinned.dtype) != (value.shape, value.dtype):
-                    pinned = self._pinned[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                pinned.copy_(value, non_blocking=True)
+        sent = {name: self._sent(name, value) for name, value in found.items()}
         devices = {value.device for value in found.values() if value.is_cuda}
-        copied = [torch.cuda.current_stream(device).record_event() for device in devices]
-        return _Leaving(found, canvases, copied)
+        self._leaving = sent, canvases, [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def _sent(self, name: str, value: Tensor) -> Tensor:
+        """A copy in main memory; from a GPU in pinned memory, which its driver fills by itself, perhaps later."""
+        if not value.is_cuda:
+            return value.cpu()
+        pinned = self._pinned.get(name)
+        if pinned is None or (pinned.shape, pinned.dtype) != (value.shape, value.dtype):
+            pinned = self._pinned[name] = torch.empty_like(value, device="cpu", pin_memory=True)
+        return pinned.copy_(value, non_blocking=True)
 
     def settle(self) -> None:
         """Store the step that ended last; called while a GPU computes the next one."""
         if self._leaving is None:
             return
-        (found, canvases, copied), self._leaving = self._leaving, None
+        (sent, canvases, copied), self._leaving = self._leaving, None
         for event in copied:
             event.synchronize()
-        arrays = {
-            name: self._pinned[name].numpy().copy() if value.is_cuda else value.cpu().numpy()
-            for name, value in found.items()
-        }
-        self._latest = arrays | canvases
+        self._latest = {
+            name: value.clone().numpy() for name, value in sent.items()
+        } | canvases  # pinned memory is reused
         self.store.append(self._latest)
 
     @property
