@@ -75,10 +75,9 @@ def test_claims_are_paired_differences_of_costs():
         {"kind": KINDS, "part": list(PARTS), "change": list(CHANGES)},
     ).assign(base=("prompt", np.ones(40)))
     number = np.arange(40)
-    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask"}] = number < 32
-    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
-    data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
-    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask_mass_kind"}] = number < 12
+    lost = {("sink", "mask"): 32, ("sink", "value"): 16, ("other", "mask"): 10, ("sink", "mask_mass_kind"): 12}
+    for (part, change), count in lost.items():
+        data["cost"].loc[{"kind": "digit", "part": part, "change": change}] = number < count
     table = Content().claims({"planted": data}).set_index("measure")
     where = "digit, where it is a sink:"
     expected = {

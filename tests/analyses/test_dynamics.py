@@ -54,8 +54,7 @@ def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held
     data = measured.measured["tiny-llama"]
     for name in COMPARED:
         np.testing.assert_allclose(data[f"null_{name}"], data[name], atol=1e-6)
-    assert data["fixed_jump_share"].values.tolist() == [0, 0]
-    assert data["fixed_static_share"].values.tolist() == [1, 1]
+    assert [data[f"fixed_{name}_share"].values.tolist() for name in ("jump", "static")] == [[0, 0], [1, 1]]
     table = measured.tables["null"].set_index(["measure", "source"])["estimate"]
     assert table["static_share", "measured"] == table["static_share", "null model"] > 0.5
     assert (table["static_share", "measured − null model"], table["jump_share", "queries held fixed"]) == (0, 0)

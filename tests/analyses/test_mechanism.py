@@ -91,8 +91,7 @@ def test_every_cost_is_stored_under_its_order_pick_and_number(tiny_llada):
             run = sinklens.generate(
                 tiny_llada, [PROMPT], hooks=[MaskSinks(top_k=top_k)], record_sinks=False, **settings
             )
-            got = data["changed"].sel(order=order, pick="strongest", top_k=top_k)
-            assert float(got) == float(run.text != base.text)
+            assert data["changed"].sel(order=order, pick="strongest", top_k=top_k) == float(run.text != base.text)
     np.testing.assert_array_equal(data["cost"], data["base"] - data["right"])
     np.testing.assert_array_equal(data["kept"], data["right"].where(data["base"] == 1))
     assert data["difference"].notnull().all()

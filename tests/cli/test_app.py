@@ -336,8 +336,7 @@ def test_a_closed_output_pipe_loses_no_file(tmp_path):
     command = f"{sys.executable} -m sinklens.cli demo --out {tmp_path} | head -n 3"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "sinks.png").is_file()
-    assert (tmp_path / "answers.txt").is_file()
+    assert all((tmp_path / name).is_file() for name in ("sinks.png", "answers.txt"))
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ from stored.runs import open_folder, stored_pass
 
 from sinklens.errors import HookNameError, SettingError
 
-FOLDERS = ("mdlm", "bd3lm-owt", "duo", "sedd", "gidd")
 MODULATION = [f"hook_{part}_{what}" for part in ("attn", "mlp") for what in ("shift", "scale", "gate")]
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=FOLDERS)
+@pytest.fixture(params=["mdlm", "bd3lm-owt", "duo", "sedd", "gidd"])
 def reference(request, conformance):
     return open_folder(conformance / request.param)
 

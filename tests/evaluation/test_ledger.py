@@ -133,8 +133,7 @@ def test_merging_copies_every_run_and_record_once(tmp_path):
         ("out", WHAT, OLD[3:]),
     ):
         written(tmp_path / folder, records, what)
-    assert merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") == 5
-    assert merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") == 0
+    assert [merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") for _ in range(2)] == [5, 0]
     merged = {run.what["seed"]: run for run in LedgerRun.all(tmp_path / "out")}
     assert merged[0].records() == OLD
     assert merged[0].records("verdicts") == [{"sample": "s0", "verdict": False}]

@@ -107,8 +107,7 @@ def test_unknown_names_and_settings_that_exclude_each_other_are_refused(tiny_lla
 def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(two_modes):
     model = load(two_modes)
     plain, causal = MODES.run_settings(model), MODES.with_settings({"mode": "autoregressive"}).run_settings(model)
-    assert plain == {"gen_length": 16, "threshold": 0.9}
-    assert causal == {"gen_length": 16, "mode": "autoregressive"}
+    assert (plain, causal) == ({"gen_length": 16, "threshold": 0.9}, {"gen_length": 16, "mode": "autoregressive"})
     assert settings_for(model, causal).name == "autoregressive"
     assert MODES.with_settings({"mode": "diffusion"}).run_settings(model) == {"mode": "diffusion", **plain}
     assert MODES.with_settings({"mode": "diffusion"}).with_settings({"sampler": "llada"}).mode is None

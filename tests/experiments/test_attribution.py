@@ -172,8 +172,7 @@ def test_kinds_of_points_become_variables_by_layer():
     assert not np.isnan(found["hook_resid_post"]).any()
     part = patching_effects(*asked, names, heads=[-1, 0], positions=[4])
     assert part["attn.hook_pattern"].sizes == {"layer": 2, "head": 2, "query": 1, "key": LENGTH}
-    assert part["attn.hook_k"].kv_head.values.tolist() == [0, 1]
-    assert part["hook_embed"].pos.values.tolist() == [4]
+    assert (part["attn.hook_k"].kv_head.values.tolist(), part["hook_embed"].pos.values.tolist()) == ([0, 1], [4])
 
 
 def state(model):

@@ -8,7 +8,6 @@ from building import random_hf, random_ids, random_model, shared_model
 import sinklens
 from sinklens.hooks import offload
 
-PLACES = ["memory", "disk"]
 NAMES = ["blocks.1.ln1.hook_scale", "blocks.1.ln2.hook_normalized", "ln_final.hook_scale", "blocks.1.attn.hook_result"]
 
 
@@ -23,7 +22,7 @@ def offloaded(place, folder, **settings):
     return sinklens.load(hf)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["memory", "disk"])
 def test_every_point_has_the_same_value_as_in_memory(place, tmp_path):
     model, ids = offloaded(place, tmp_path), random_ids()
     logits, cache = model.run_with_cache(ids)

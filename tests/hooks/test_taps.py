@@ -85,8 +85,7 @@ def test_layers_wrapped_by_accelerate_stay_wrapped_and_reach_their_points(under_
     hf, counting, ids = random_hf(), Counting(), random_ids()
     for layer in hf.model.layers:
         add_hook_to_module(layer, counting)
-    checkpoint = from_pretrained_model(hf, None)
-    wrapped = Model(checkpoint) if under_nnsight else HookTree(hf, architecture_of("llama"))
+    wrapped = Model(from_pretrained_model(hf, None)) if under_nnsight else HookTree(hf, architecture_of("llama"))
     name = "blocks.1.hook_resid_mid"
     assert torch.equal(hooked(wrapped, ids, {name: shift}), hooked(shared_model(), ids, {name: shift}))
     assert counting.calls == 3

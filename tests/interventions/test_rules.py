@@ -127,10 +127,9 @@ class Nothing(AtPositions):
 
 
 IDS = torch.tensor([[3, 4, 5]])
-CONTROL = Where(top_k=2, pick="random")
 REFUSED = [
     (
-        lambda model: watch(model, IDS, [AblateHeads(where=CONTROL & "prompt")]),
+        lambda model: watch(model, IDS, [AblateHeads(where=Where(top_k=2, pick="random") & "prompt")]),
         r"Where\(pick='random'\) draws as many keys as there are sinks, and & would",
     ),
     (lambda model: Where(top_k=1, of=(2,)), r"of must be a pair \(layer, head\) or None; got \(2,\)"),

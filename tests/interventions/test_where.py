@@ -101,9 +101,6 @@ def test_ablation_at_places_equals_an_edit_made_by_a_loop(model, causal, setting
     assert changed > 10
 
 
-OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.2.attn.hook_v", "blocks.0.attn.hook_pattern"])
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
 def test_a_patch_puts_the_sources_values_at_its_places_alone(model, causal, settings, name):
     """Three query heads share a key/value head, which is patched where any of them has a place."""
     kept = Activations(names=name)
-    watch(model, OTHER, [kept], [], **settings)
+    watch(model, ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"], [kept], [], **settings)
     base = watch(model, PADDED, points=[], **settings).run
     marked, layer = random_places(base), int(name[7])
     watched = watch(model, PADDED, [PatchHooks(source=kept.caches, where=marked)], [name], replay=base, **settings)

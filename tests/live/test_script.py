@@ -33,9 +33,7 @@ def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, c
     free = client.run(**common, chips=chips)
     source = client.http.get(f"/api/runs/{last['summary']['id']}/python?other={free['summary']['id']}").text
     found = executed(source, ["first", "second", "base_of_first"], tmp_path)
-    assert found["first"] == last["canvas"]
-    assert found["second"] == free["canvas"]
-    assert found["base_of_first"] == forced["canvas"]
+    assert found == {"first": last["canvas"], "second": free["canvas"], "base_of_first": forced["canvas"]}
     assert found["second"] != found["first"]
     assert f"{last['text']}\n{free['text']}\n" in capsys.readouterr().out
 

@@ -22,8 +22,7 @@ from sinklens.live.server import bound, private_page
 from sinklens.live.spec import MOST_CHARACTERS
 from sinklens.live.thread import MOST_RUNS
 
-PROMPT = "Question: 1"
-RUN = {"prompt": PROMPT, "settings": {"gen_length": 2}}
+RUN = {"prompt": "Question: 1", "settings": {"gen_length": 2}}
 HOSTILE = '</script><script>alert(1)</script>" onerror=alert(1) {{7*7}} \x00\u202e\u2028 ../../etc/passwd'
 
 

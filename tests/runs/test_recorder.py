@@ -84,8 +84,7 @@ def test_every_quantity_equals_plain_torch_on_the_canvas_of_its_step(run):
 def test_grouped_heads_share_the_norm_of_their_value_head():
     ids = random_ids(2, 6)
     for causal in (False, True):
-        run = sinklens.generate(shared_model("llama", causal), ids, gen_length=3, record_sinks=ALL)
-        assert_recorded(run, 2)
+        assert_recorded(sinklens.generate(shared_model("llama", causal), ids, gen_length=3, record_sinks=ALL), 2)
 
 
 def test_a_row_is_recorded_the_same_alone_and_in_a_batch(run):

@@ -36,8 +36,7 @@ def test_every_argument_has_a_meaning_and_all_but_the_first_a_default(function):
 )  # fmt: skip
 def test_a_function_declares_the_arguments_that_its_request_checks(function, request_type, own):
     shown, held = inspect.signature(function).parameters, inspect.signature(request_type).parameters
-    first = next(iter(shown))
-    assert set(shown) - {first} == set(held) - own
+    assert set(shown) - {next(iter(shown))} == set(held) - own
     for name in set(held) - own - {"settings", "hooks"}:
         assert (function.__annotations__[name], shown[name].default) == (
             held[name].annotation,

@@ -336,8 +336,7 @@ def test_a_forward_pass_inside_a_block_does_not_affect_the_run_and_another_run_i
         for step in t.steps[:3]:
             resid = t["blocks.1.hook_resid_pre"]
             logits = tiny_llada(base.canvas[:, step])
-    assert logits.shape[-1] == tiny_llada.cfg.d_vocab
-    assert resid.shape[-1] == tiny_llada.cfg.d_model
+    assert (logits.shape[-1], resid.shape[-1]) == (tiny_llada.cfg.d_vocab, tiny_llada.cfg.d_model)
     assert torch.equal(t.canvas, base.canvas)
     with pytest.raises(HookOrderError, match=r"a trace block of tiny-llada is running"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
@@ -452,8 +451,7 @@ def test_answers_record_whether_they_ended_or_are_empty(tiny_llada):
     empty = sinklens.generate(
         tiny_llada, PROMPT, hooks=[("denoise.hook_candidates", lambda value, hook: torch.where(value == 1, value, end))]
     )
-    assert empty.answers[0].empty
-    assert empty.answers[0].ended
+    assert (empty.answers[0].empty, empty.answers[0].ended) == (True, True)
     assert "1 empty" in repr(empty)
 
 

@@ -371,8 +371,7 @@ def test_a_run_counts_the_positions_that_were_chosen_among_equals(sampler, more,
         for row in range(2 if tied and not judges_decided else 0):
             left = [c for c, here in zip(confidence[row].tolist(), chosen[row].tolist(), strict=True) if not here]
             assert int(run.ties[row, step]) == sum(c in left for c in confidence[row][chosen[row]].tolist())
-    text = f"{int(run.ties.sum())} chosen among equal confidences"
-    assert (text in repr(run)) is tied
+    assert (f"{int(run.ties.sum())} chosen among equal confidences" in repr(run)) is tied
 
 
 @pytest.mark.parametrize("guidance", [0.0, 0.8])

@@ -125,5 +125,4 @@ def test_a_name_belongs_to_one_class_which_has_steps(right_to_left):
     for incomplete in (Sampler, Unnamed, dict):
         with pytest.raises(SettingError, match=rf"{incomplete.__name__} must be a dataclass derived from Sampler with"):
             register(incomplete)
-    assert find_sampler("from-the-right") is RightToLeft
-    assert find_sampler("llada") is LladaSettings
+    assert [find_sampler(name) for name in ("from-the-right", "llada")] == [RightToLeft, LladaSettings]

@@ -164,8 +164,7 @@ def test_expected_sinks_correct_for_steps_that_differ_in_masks_and_sinks():
     score = np.array([[1.0] * 4, [0.0] * 4])[None, :, None, None]
     track = canvas_track([[[3, 3, 5, 5], [5, 5, 5, 5]]], 0, score=score)
     found = enrichment(track, Above(), by="state").sel(state="masked").isel(batch=0)
-    assert found["enrichment"].item() == pytest.approx(2)
-    assert found["matched"].item() == pytest.approx(1)
+    assert (found["enrichment"].item(), found["matched"].item()) == pytest.approx((2, 1))
 
 
 def test_a_row_without_sinks_has_no_share_of_them():

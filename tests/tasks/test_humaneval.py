@@ -60,11 +60,11 @@ def test_a_completion_ends_with_the_function(file, text, kept):
 def test_in_the_instruct_style_the_answer_begins_with_the_signature_and_ends_with_the_code_block(file):
     task = find_task("humaneval-instruct", path=file)
     (sample,) = task.samples()
-    assert sample.prompt == (
+    assert (sample.prompt, sample.opening) == (
         "Write a solution to the following problem and make sure that it passes the tests:\n"
-        '```python\ndef twice(x):\n    """Two times x."""\n\n```\n'
+        '```python\ndef twice(x):\n    """Two times x."""\n\n```\n',
+        'Here is the completed function:\n```python\ndef twice(x):\n    """Two times x."""\n\n',
     )
-    assert sample.opening == 'Here is the completed function:\n```python\ndef twice(x):\n    """Two times x."""\n\n'
     text = "    return 2 * x\n```\nIt doubles x."
     assert task.extract(text) == "    return 2 * x\n"
     assert program(task, sample, text) == program(HumanEval(file), sample, "    return 2 * x\n")

@@ -184,8 +184,7 @@ def test_windows_are_the_first_of_every_held_out_document_in_random_order(recipe
 
 
 def test_problems_are_written_with_their_answers_and_those_of_gsm8k_without_its_calculator(tmp_path):
-    line = {"question": "How many?", "answer": "2+2=<<2+2=4>>4\n#### 4"}
-    (tmp_path / "test.jsonl").write_text(json.dumps(line))
+    (tmp_path / "test.jsonl").write_text('{"question": "How many?", "answer": "2+2=<<2+2=4>>4\\n#### 4"}')
     of_gsm8k = {"prompt": "Question: How many?\nAnswer: 2+2=4\n#### 4", "template": "gsm8k"}
     ours = [f"{one.prompt} {one.answer}" for one in word_problems(2)]
     assert ([one["prompt"] for one in texts(2)], texts(1, str(tmp_path))) == (ours, [of_gsm8k])

@@ -185,8 +185,7 @@ def test_dots_are_at_the_estimates_and_bars_span_the_intervals():
 
 def test_curves_show_the_table():
     ax = curves(interval_lines().query("model == 'a'").assign(epsilon=[1.0, 2.0]), "epsilon")
-    assert ax.get_lines()[0].get_xdata().tolist() == [1.0, 2.0]
-    assert ax.get_lines()[0].get_ydata().tolist() == [0.2, 0.4]
+    assert ax.get_lines()[0].get_xydata().tolist() == [[1.0, 0.2], [2.0, 0.4]]
 
 
 @pytest.mark.usefixtures("unchecked")

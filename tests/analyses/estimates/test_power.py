@@ -52,8 +52,7 @@ def test_a_difference_at_the_smallest_of_interest_is_rarely_called_equivalent(di
 
 
 def test_no_difference_is_found_equivalent_with_enough_prompts_only():
-    assert equivalence_power(40, 0.05, 0.0) == 0.0
-    assert equivalence_power(200, 0.05, 0.0) == 1.0
+    assert [equivalence_power(number, 0.05, 0.0) for number in (40, 200)] == [0.0, 1.0]
     lost, _, gained = np.random.default_rng(7).multinomial(200, [0.02, 0.96, 0.02], size=2000).T
     simulated = (equivalent_p(lost, gained, 200, 0.05) <= 0.05).mean()
     assert equivalence_power(200, 0.05, 0.04) == pytest.approx(simulated, abs=0.03)

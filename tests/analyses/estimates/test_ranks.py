@@ -18,8 +18,7 @@ def test_correlations_equal_scipy_s_on_the_known_entries():
 
 
 def test_a_partial_correlation_is_that_of_the_residuals_of_the_ranks():
-    noise = np.random.default_rng(1)
-    x, y, z = noise.normal(size=(3, 40))
+    x, y, z = np.random.default_rng(1).normal(size=(3, 40))
     x, y = x + z, y + 2 * z
     z[5] = np.nan
     known = ~np.isnan(z)
