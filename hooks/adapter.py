@@ -64,8 +64,9 @@ def connect_adapter(undo: ExitStack, hf: nn.Module, adapter: Adapter, watch: "Wa
     projection before the points that show it.
     """
     for path, factors in adapter.factors.items():
-        tap = _tap(factors, adapter.scale, watch)
-        handle = hf.get_submodule(path).register_forward_hook(tap, prepend=not path.endswith("o_proj"))
+        handle = hf.get_submodule(path).register_forward_hook(
+            _tap(factors, adapter.scale, watch), prepend=not path.endswith("o_proj")
+        )
         undo.callback(handle.remove)
 
 

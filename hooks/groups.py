@@ -91,8 +91,8 @@ class AttentionPoints(AttentionWeights, Points):
         inside = [spec.name for spec in rows if spec.name not in outside | {"hook_fresh"}]  # it is known before
         self.inside = [getattr(self, name) for name in inside]
         watch.masks.append(self.hook_attn_mask)
-        recorded = self.hook_sink_scores, self.hook_attn_mask
-        self.__dict__["recorded"] = recorded  # each attention call needs them, and nn.Module looks its own up slowly
+        # each attention call needs these two, and nn.Module looks its own up slowly
+        self.__dict__["recorded"] = self.hook_sink_scores, self.hook_attn_mask
 
 
 class MlpPoints(MlpWeights, Points):

@@ -167,8 +167,7 @@ class Handover:
                 continue
             waits_on = mediator.iteration and (visit is None or pending.iteration > visit)
             if not waits_on and pending.provider is not None and pending.provider.startswith(f"{self._path}."):
-                place = pending.provider.removeprefix(f"{self._path}.").rpartition(".")[0]
-                mediator.worker.throw(error(place))
+                mediator.worker.throw(error(pending.provider.removeprefix(f"{self._path}.").rpartition(".")[0]))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -62,8 +62,9 @@ class FinalModulation(NamedTuple):
 
 def final_modulation(tree: Any, condition: Float[Tensor, "*place d_cond"]) -> FinalModulation:
     """The final shift and scale that are made from `condition`, without calling hooks."""
-    base = tree.hf.get_submodule(tree.architecture.base)
-    made = class_forward(base.get_submodule(tree.architecture.modulation), condition)
+    made = class_forward(
+        tree.hf.get_submodule(tree.architecture.base).get_submodule(tree.architecture.modulation), condition
+    )
     return FinalModulation(*made.chunk(2, dim=-1))
 
 

@@ -292,8 +292,12 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
             raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
         group, _, point = canonical.rpartition(".")
         there = [other.removeprefix(f"{group}.") for other in known if other.rpartition(".")[0] == group]
-        if there and any(canonical.endswith(f".{row}") for row, _ in block_specs(EVERY)):  # other layers have it
-            raise HookNameError(f"{name!r}: {group} has no {point} in this model; its points are {', '.join(there)}.")
+        require(
+            not there
+            or not any(canonical.endswith(f".{row}") for row, _ in block_specs(EVERY)),  # other layers have it
+            f"{name!r}: {group} has no {point} in this model; its points are {', '.join(there)}.",
+            HookNameError,
+        )
     if name in _ELSEWHERE:
         raise HookNameError(f"there is no point {name!r} here; the same value is {_ELSEWHERE[name]}.")
     raise HookNameError(

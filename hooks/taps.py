@@ -80,13 +80,15 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
         if path := getattr(architecture, name):
             _tap_norm(undo, layer.get_submodule(path), getattr(block, name), architecture)
     for name in "qk" if architecture.values else "qkv":
-        projection = attn.get_submodule(getattr(architecture, name))
-        _tap_heads(undo, projection, getattr(block.attn, f"hook_{name}"), attn.head_dim)
+        _tap_heads(
+            undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
+        )
     if architecture.values:
         tap_output(undo, attn.get_submodule(architecture.values), block.attn.hook_v)
     for name in "qk" if block.parts.qk_norm else "":
-        norm = attn.get_submodule(getattr(architecture, f"{name}_norm"))
-        tap_output(undo, norm, getattr(block.attn, f"hook_{name}_normed"))
+        tap_output(
+            undo, attn.get_submodule(getattr(architecture, f"{name}_norm")), getattr(block.attn, f"hook_{name}_normed")
+        )
     undo.callback(_placed(attn, attention.TAPPED, True))
     Tap(undo, [*block.attn.inside, block.attn.hook_fresh], lambda: _placed(attn, attention.POINTS, block.attn))
     tap_heads_output = modulation.tap_mixed if architecture.modulation else _tap_result

@@ -91,8 +91,9 @@ class HookTree(ModelWeights, HookFront):
             for spec in (*names.TIME, *names.FINAL_MODULATION):
                 setattr(self, spec.name, Point(self.watch))
         self.blocks = nn.ModuleList(Block(self.watch, layer, architecture) for layer in layers)
-        modulated = names.Parts(modulated=bool(architecture.modulation))
-        self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm), modulated)
+        self.ln_final = NormPoints(
+            self.watch, base.get_submodule(architecture.norm), names.Parts(modulated=bool(architecture.modulation))
+        )
         self.setup()  # it names every module, and must not rename those of transformers
         self.hf = hf
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
@@ -284,8 +285,9 @@ class HookTree(ModelWeights, HookFront):
 
     def _masks(self, ids: Int[Tensor, "batch pos"]) -> dict[Point, Any]:
         """The masks that are known before a pass over `ids`."""
-        size = (len(ids), self.cfg.n_heads, 1, ids.shape[1])
-        return of_one_hook(self.watch, size, ids.new_zeros((), dtype=self.cfg.dtype))
+        return of_one_hook(
+            self.watch, (len(ids), self.cfg.n_heads, 1, ids.shape[1]), ids.new_zeros((), dtype=self.cfg.dtype)
+        )
 
     def _time_of(self, time: Time, ids: Tensor) -> Float[Tensor, " batch"] | None:
         """The noise level of each row of a pass: `time`, or that of the step; None if the network reads none."""

@@ -115,14 +115,12 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
     ]
     if said == "cannot tell":
         shown = "no difference" if math.isinf(made.shown) else f"differences from {made.shown:.2f}"
-        few = made.shown > plan.of_interest
-        why = "there are too few of them" if few else "their number is not the reason"
+        why = "there are too few of them" if made.shown > plan.of_interest else "their number is not the reason"
         lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")
     only = "The shipped problems have seven templates; this holds for these templates only."
     lines += [only] * (not grouped and not plan.prompts) + [f"It is about {in_markdown(plan.model)}, one training run."]
-    rows = differences[differences["measure"] == plan.measure]
     against = [
         f"- {in_markdown(row.model)}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"
-        for row in rows.itertuples()
+        for row in differences[differences["measure"] == plan.measure].itertuples()
     ]
     return [*lines, "", "Against every control (not tested, 95 % intervals):", "", *against]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from sinklens.errors import LedgerError, SettingError
+from sinklens.errors import LedgerError, SettingError, require
 from sinklens.evaluation.ledger import FILE, LedgerRecord, LedgerRun, RecordKind
 from sinklens.utils.arguments import Seed, Words, read_as
 
@@ -96,8 +96,8 @@ def _fits(schema: Any, name: str, given: Any) -> None:
                     _fits(kind, repr(each)[:40], value)
             elif field.rstrip("?") in given:
                 _fits(kind, field.rstrip("?"), given[field.rstrip("?")])
-            elif not field.endswith("?"):
-                raise SettingError(f"it has no field {field!r}.")
+            else:
+                require(field.endswith("?"), f"it has no field {field!r}.")
     elif isinstance(schema, list):
         read_as(list, name, given)
         for other in {type(one) for one in given} - {schema[0]}:

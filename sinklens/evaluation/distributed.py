@@ -162,8 +162,9 @@ class OnRay:
             num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1
         )(_Worker)  # fmt: skip
         given = {entry.name: getattr(job, entry.name) for entry in fields(Job)}
-        number = min(self.workers or fitting, fitting, most)
-        return [make.remote(**given, cpus=self.cpus_per_worker) for _ in range(number)]
+        return [
+            make.remote(**given, cpus=self.cpus_per_worker) for _ in range(min(self.workers or fitting, fitting, most))
+        ]
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,7 @@ class SinklensLM(TemplateLM):
                     cache=self.cache, **self._settings(request_settings),
                 )  # fmt: skip
                 for place, answer in zip(places, run.answers, strict=True):
-                    stops = as_tuple(request_settings.get("until") or ())
-                    answers[place] = cut(answer.text or "", filter(None, stops))
+                    answers[place] = cut(answer.text or "", filter(None, as_tuple(request_settings.get("until") or ())))
                 bar.update(len(places))
         return answers
 

@@ -115,8 +115,9 @@ def difference_of_means(
     found = []
     for name, prompts in (("positive", positive), ("negative", negative)):
         mean = _Mean(where=where, steps=only_steps, point=point)
-        changed = [*hook_list(hooks), mean]
-        generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=changed, **settings)
+        generate(
+            model, prompts, seed=seed, record_sinks=False, progress=False, hooks=[*hook_list(hooks), mean], **settings
+        )
         require(
             mean.count,
             f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}.",

@@ -77,8 +77,7 @@ def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
     It is the number of steps where even the last prediction differs from the final token (the sampler drew another
     one); -1 outside the answer.
     """
-    before = predictions["step"] <= predictions["decided_step"]
-    other = (predictions["token"] != predictions["final_token"]) & before
+    other = (predictions["token"] != predictions["final_token"]) & (predictions["step"] <= predictions["decided_step"])
     steps = predictions.sizes["step"]
     last = xr.where(other, predictions["step"], -1).max("step")
     inside = predictions["answer"] & (predictions["decided_step"] >= 0)

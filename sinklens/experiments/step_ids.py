@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.runs.intervention import within
 from sinklens.utils.arguments import checked
 
@@ -89,12 +89,12 @@ def exact_step(run: "Generation", step: int) -> StepIds:
         f"the attention of {run.model.family} models changes from pass to pass, and the tools that compute a step "
         f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=.",
     )
-    if run.key_reuse:
-        raise SettingError(
-            f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
-            f"a canvas has other attention and other streams than the run. Analyze an exact run on the same canvases: "
-            f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run."
-        )
+    require(
+        not run.key_reuse,
+        f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
+        f"a canvas has other attention and other streams than the run. Analyze an exact run on the same canvases: "
+        f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run.",
+    )
     require(
         not run.model.tree.architecture.encoder,
         f"a step of a {run.model.family} model also reads the predictions of the step before, which a separate "

@@ -126,8 +126,7 @@ class NemotronDiffusionSettings(CompleteBlocks):
         run = ModeSteps(state, self, state.eos_ids if self.stop else (), self.causal_context)
         yield from run.read("prefill", range(state.prompt_length), seeds=self.causal_context)
         for block in self.block_ranges(state.prompt_length):
-            masked = run.masked(state.canvas, block).sum(dim=1)
-            for counts in decisions.even_schedule(masked, self.block_length):
+            for counts in decisions.even_schedule(run.masked(state.canvas, block).sum(dim=1), self.block_length):
                 if not bool(run.masked(state.canvas, block).any()):
                     break
                 least = counts if self.threshold is None else [1] * len(counts)
@@ -274,8 +273,7 @@ class NemotronDllmSettings(CompleteBlocks):
         run = ModeSteps(state, self)
         yield from run.read("prefill", range(state.prompt_length), seeds=False)
         for block in self.block_ranges(state.prompt_length):
-            masked = run.masked(state.canvas, block).sum(dim=1)
-            for counts in decisions.even_schedule(masked, self.denoising_steps):
+            for counts in decisions.even_schedule(run.masked(state.canvas, block).sum(dim=1), self.denoising_steps):
                 yield from run.fill(
                     "denoise",
                     block,

@@ -122,8 +122,7 @@ def misfit(sampler: type[Sampler], model: Any) -> str:
     if model.tree.timed and not sampler.sets_time:
         return f"does not set the noise level that {model.name} reads"
     if sampler.sets_time and (sampler.level == "time") is (config.p_uniform is None):
-        other = "sigma" if config.p_uniform is None else "time"
-        return f"sets {sampler.level}, and {model.name} reads {other}"
+        return f"sets {sampler.level}, and {model.name} reads {'sigma' if config.p_uniform is None else 'time'}"
     return ""
 
 

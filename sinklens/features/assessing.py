@@ -107,10 +107,11 @@ def assess(
 
 def token_losses(base: "Generation", logits: MaskedLogits) -> float:
     """Mean cross-entropy of the final tokens of `base` at the undecided positions of all steps, in nats."""
-    parts = []
-    for step in range(base.steps_run):
-        final = base.tokens[base.undecided[:, step] & base.real]
-        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], final, reduction="none"))
+    final = [base.tokens[base.undecided[:, step] & base.real] for step in range(base.steps_run)]
+    parts = [
+        torch.nn.functional.cross_entropy(logits.kept[step], tokens, reduction="none")
+        for step, tokens in enumerate(final)
+    ]
     return float(torch.cat(parts).mean())
 
 

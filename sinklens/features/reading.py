@@ -168,8 +168,10 @@ def _summary(
     by_step = places.groupby("step")["fires"].mean().reindex(steps).to_numpy()
     order = fired.sort_values(["value", *PLACE], ascending=[False, *[True] * len(PLACE)])
     strongest = order.drop_duplicates(["run", "row", "column"]).head(top)  # one step of each position
-    places_shown = strongest[PLACE].itertuples(index=False)
-    examples = [_example(at, row, step, column, runs, values, number) for at, row, step, column in places_shown]
+    examples = [
+        _example(at, row, step, column, runs, values, number)
+        for at, row, step, column in strongest[PLACE].itertuples(index=False)
+    ]
     firing = {name: float(shares.get(code, np.nan)) for code, name in enumerate(STATES)}
     share, mean = float(places["fires"].mean()), float(fired["value"].mean())
     return FeatureSummary(number, examples, firing, by_step, fired["value"].to_numpy(), share, mean)

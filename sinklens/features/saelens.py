@@ -152,11 +152,12 @@ def _found(folder: str | Path, revision: str | None) -> Path:
     if str(folder) in shipped_saes():
         return Path(str(resources.files("sinklens.features") / SHIPPED_FOLDER / str(folder)))
     path = local(folder, revision, (CONFIG, WEIGHTS, DICTIONARY_CONFIG, DICTIONARY))
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}) "
-            f"nor a folder of a repository on the hub.{nearest(str(folder), shipped_saes())}"
-        )
+    require(
+        path.is_dir(),
+        f"{str(folder)!r} is neither a folder nor a shipped SAE ({', '.join(shipped_saes()) or 'there are none'}) "
+        f"nor a folder of a repository on the hub.{nearest(str(folder), shipped_saes())}",
+        CheckpointError,
+    )
     return path
 
 
@@ -184,11 +185,12 @@ def _architecture(config: Mapping[str, Any], path: Path) -> SAEArchitecture:
     kind: Any = config.get("architecture", "standard")
     if kind == "standard" and config.get("activation_fn") == "topk":  # SAELens before 4
         kind = "topk"
-    if not isinstance(kind, str) or kind not in READ:
-        raise CheckpointError(
-            f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
-            f"and decode can be spliced, so write one for it."
-        )
+    require(
+        isinstance(kind, str) and kind in READ,
+        f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
+        f"and decode can be spliced, so write one for it.",
+        CheckpointError,
+    )
     return kind
 
 

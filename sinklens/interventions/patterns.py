@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SettingError, require
+from sinklens.errors import require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
@@ -78,12 +78,12 @@ class Hold(AtPositions):
             if (hook.step or 0) <= at:
                 return None
             (window, then, columns), now = kept[str(hook.name)], _window(value, hook)
-            if window != now:
-                raise SettingError(
-                    f"Hold repeats the values of step {at}, which computed {_shown(*window)}; step {hook.step} "
-                    f"computes {_shown(*now)}. Choose at= and steps= among steps that compute the same positions, or "
-                    f"run without a cache."
-                )
+            require(
+                window == now,
+                f"Hold repeats the values of step {at}, which computed {_shown(*window)}; step {hook.step} "
+                f"computes {_shown(*now)}. Choose at= and steps= among steps that compute the same positions, or "
+                f"run without a cache.",
+            )
             return then if columns is None else _with_columns(value, then, columns)
 
         keeps = [(f"blocks.{layer}.{self.point}", keep) for layer in self.chosen_layers(model)]

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest, require
+from sinklens.errors import nearest, require
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
@@ -97,12 +97,12 @@ class Places:
         self._fixed = None if run.single else place_mask(what.positions, run.real)[:, None]
         now = self._now = Moment(name, model, run, self.layers, self.heads)
         chooser = self._chooser = None if rule is None else rule.start(now)
-        if of == "queries" and chooser is not None and chooser.past:
-            raise SettingError(
-                f"where={rule!r} finds keys of the text before, whose queries an autoregressive run has already "
-                f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
-                f"same_step=True); or change keys, with AblateValues or MaskSinks."
-            )
+        require(
+            of != "queries" or chooser is None or not chooser.past,
+            f"where={rule!r} finds keys of the text before, whose queries an autoregressive run has already "
+            f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
+            f"same_step=True); or change keys, with AblateValues or MaskSinks.",
+        )
         outside = next((point for point in points or () if not point.startswith("blocks.")), None)
         require(
             outside is None or chooser is None or not chooser.by_layer,

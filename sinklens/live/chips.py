@@ -221,8 +221,7 @@ def read_chips(given: Any) -> tuple[dict[str, Any], ...]:
 def _read_chip(given: Any) -> dict[str, Any]:
     require(isinstance(given, dict), f"a chip must be an object; got {type(given).__name__}.")
     kind = given.get("kind")
-    if not isinstance(kind, str) or kind not in CHIPS:
-        raise Refused(f"no chip is of the kind {kind!r:.40}; known: {', '.join(CHIPS)}.")
+    require(isinstance(kind, str) and kind in CHIPS, f"no chip is of the kind {kind!r:.40}; known: {', '.join(CHIPS)}.")
     names = [entry.name for entry in CHIPS[kind].fields]
     unknown = sorted(set(given) - {"id", "on", "kind", *names})
     require(not unknown, f"the chip {kind} has no field {str(unknown[:1])[1:-1]:.40}; its fields: {', '.join(names)}.")

@@ -35,8 +35,7 @@ def differences(first: RunOutcome, second: RunOutcome) -> dict[str, Any]:
     Prompts of different lengths are not compared, and positions count from the end of the prompt.
     """
     steps = min(first.steps, second.steps)
-    same = first.prompt_length == second.prompt_length
-    starts = (0, 0) if same else (first.prompt_length, second.prompt_length)
+    starts = (0, 0) if first.prompt_length == second.prompt_length else (first.prompt_length, second.prompt_length)
     length = min(first.canvas.shape[1] - starts[0], second.canvas.shape[1] - starts[1])
     one, two = (
         outcome.canvas[: steps + 1, start : start + length]

@@ -33,7 +33,6 @@ def detail(session: Session, run_id: str) -> dict[str, Any]:
 
 
 def _of_outcome(outcome: RunOutcome, run: LabRun, session: Session) -> dict[str, Any]:
-    loaded = run.spec.model in session.models
     return {
         "canvas": outcome.canvas.tolist(),
         "undecided": [np.flatnonzero(row).tolist() for row in outcome.undecided],
@@ -43,7 +42,7 @@ def _of_outcome(outcome: RunOutcome, run: LabRun, session: Session) -> dict[str,
         "prompt_length": outcome.prompt_length,
         "first": int(outcome.real.argmax()),
         "scores": _scores(outcome.score),
-        "patterns": loaded,
+        "patterns": run.spec.model in session.models,
         "settings": dict(outcome.settings),
         "text": outcome.answer.text,
         "ended": outcome.answer.ended,

@@ -130,10 +130,9 @@ def strongest(score: Float[np.ndarray, "layer head pos"]) -> list[list[list[list
     known = np.nan_to_num(score.astype(np.float32), nan=-np.inf)
     order = np.argsort(-known, axis=-1, kind="stable")[..., :STRONGEST]
     values = np.take_along_axis(known, order, axis=-1).astype(np.float64).round(3).tolist()
-    places = order.tolist()
     return [
         [[[at, value] for at, value in zip(*head, strict=True) if value > -np.inf] for head in zip(*layer, strict=True)]
-        for layer in zip(places, values, strict=True)
+        for layer in zip(order.tolist(), values, strict=True)
     ]
 
 

@@ -128,10 +128,9 @@ class HeadTrial:
         return self._again(kept, None, 1), kept
 
     def _again(self, kept: MaskedLogits, changes: Sequence[Stacked] | None, copies: int) -> Generation:
-        steps = max(kept.steps or [0]) + 1
         return repeat(
-            self._spec, self._model, self._outcome, steps=steps, extra=[kept], changes=changes, copies=copies,
-            listeners=[self.stop],
+            self._spec, self._model, self._outcome, steps=max(kept.steps or [0]) + 1, extra=[kept], changes=changes,
+            copies=copies, listeners=[self.stop],
         )  # fmt: skip
 
     def _divergences(self, heads: Sequence[LayerHead]) -> list[float | None]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinklens.errors import SinklensError
+from sinklens.errors import SinklensError, require
 from sinklens.live.session import LabModel
 from sinklens.model import load
 from sinklens.model.loading import fitting
@@ -28,8 +28,11 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
         dtype = {"dtype": str(model.cfg.dtype).removeprefix("torch.")}  # of a model that was loaded before
         source, as_loaded = (one, chosen) if isinstance(one, str | Path) else (model.name, dtype)
         entry = LabModel(_name(source), model, _loading(source, as_loaded))
-        if entry.name in {other.name for other in found}:
-            raise SinklensError(f"the lab has the model {entry.name} already; give each model once.")
+        require(
+            entry.name not in {other.name for other in found},
+            f"the lab has the model {entry.name} already; give each model once.",
+            SinklensError,
+        )
         found.append(entry)
     return found
 

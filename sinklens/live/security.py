@@ -99,8 +99,11 @@ class Guard:
         """
         given = Headers(scope=scope)
         host = _one(given, "host")
-        ours = [f"{name}:{self.port}" for name in NAMES]
-        require(host in ours, "this address is not the lab's; open the one it printed.", 421)
+        require(
+            host in [f"{name}:{self.port}" for name in NAMES],
+            "this address is not the lab's; open the one it printed.",
+            421,
+        )
         origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
         entering = scope["path"] == "/"  # a link from elsewhere may lead here, and the form of a file (`LabApp.enter`)
         form = entering and scope["method"] == "POST"

@@ -67,8 +67,7 @@ class RunSpec:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments of `sinklens.generate` besides prompt, hooks and replay; those with their default left out."""
-        of_run = {name: getattr(self, name) for name in OF_RUN}
-        changed = {name: value for name, value in of_run.items() if value != RUN[name].default}
+        changed = {name: getattr(self, name) for name in OF_RUN if getattr(self, name) != RUN[name].default}
         return changed | self.of_sampler
 
     @property

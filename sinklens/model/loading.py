@@ -306,8 +306,8 @@ def prepare(
     """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
     import sinklens.hooks.attention.attention as attention
 
-    vocabulary = hf.config.get_text_config().vocab_size
-    mask = _mask_token(raw, tokenizer, family, vocabulary, name)  # first: a rejected model stays unchanged
+    # first: a rejected model stays unchanged
+    mask = _mask_token(raw, tokenizer, family, hf.config.get_text_config().vocab_size, name)
     undo = ExitStack()  # sets the mode, config and causal flags back to what they are now
     for module in hf.modules():
         kept = {key: module.__dict__[key] for key in ("training", "is_causal") if key in module.__dict__}
@@ -328,9 +328,8 @@ def prepare(
             module.is_causal = family.causal
     if not family.causal:
         _refuse_decoding(hf, name, undo)
-    generation = getattr(hf, "generation_config", None)
     named = (
-        getattr(generation, "eos_token_id", None),
+        getattr(getattr(hf, "generation_config", None), "eos_token_id", None),
         raw.get("eos_token_id"),
         getattr(tokenizer, "eos_token_id", None),
     )

@@ -303,8 +303,7 @@ class PromptReader:
         )
         turns = [{"role": "user", "content": text}]
         only = template if isinstance(template, str) else None  # of several by name, the tokenizer takes its default
-        written = render(self.tokenizer, turns, only, name)
-        return list(self.tokenizer(written, add_special_tokens=False).input_ids)
+        return list(self.tokenizer(render(self.tokenizer, turns, only, name), add_special_tokens=False).input_ids)
 
 
 def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:

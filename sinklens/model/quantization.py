@@ -53,10 +53,12 @@ def check_wanted(wanted: Any, packed: Any, where: str) -> None:
     )
     if not isinstance(wanted, str):
         check_library(wanted, where)
-    elif wanted not in METHODS:
-        raise CheckpointError(
+    else:
+        require(
+            wanted in METHODS,
             f"quantization={wanted!r} is unknown; choose one of {', '.join(METHODS)}, or pass a quantization config of "
-            f"transformers.{nearest(wanted, METHODS)}"
+            f"transformers.{nearest(wanted, METHODS)}",
+            CheckpointError,
         )
 
 

@@ -54,8 +54,9 @@ class TokenMethods:
         """Converts prompts to token ids."""
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None)
         pad = pad_token_id if pad_token_id is not None else next(iter(self.eos_token_ids), 0)
-        refused = self.checkpoint.refused_tokens
-        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused)
+        return PromptReader(
+            self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, self.checkpoint.refused_tokens
+        )
 
     @plainly_shown
     def encode(
@@ -223,10 +224,11 @@ class TokenMethods:
             PromptError: the text is not a single token.
         """
         ids = self.to_tokens(text, prepend_bos=False)[0].tolist()
-        if len(ids) != 1:
-            raise PromptError(
-                f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(ids)}; pass text that is a single token."
-            )
+        require(
+            len(ids) == 1,
+            f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(ids)}; pass text that is a single token.",
+            PromptError,
+        )
         return ids[0]
 
     def to_single_str_token(self, token: int) -> str:

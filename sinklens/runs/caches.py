@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.hooks.spellings import HookCache
@@ -72,12 +72,12 @@ def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
         SettingError: it belongs to other columns.
     """
     there = getattr(cache, "windows", {}).get(name, columns)
-    if there != columns:
-        raise SettingError(
-            f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
-            f"{columns.start} to {columns.stop - 1}: its run computed a part of the canvas. Record the source in a run "
-            f"without cache= (or use_cache=True), or patch steps that compute the same positions."
-        )
+    require(
+        there == columns,
+        f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
+        f"{columns.start} to {columns.stop - 1}: its run computed a part of the canvas. Record the source in a run "
+        f"without cache= (or use_cache=True), or patch steps that compute the same positions.",
+    )
 
 
 def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> list[str]:
@@ -91,6 +91,5 @@ def chosen_points(wanted: Any, model: "Model", layers: Sequence[int] | None) -> 
     if layers is not None:
         numbers = {str(layer) for layer in within("layer", layers, model.cfg.n_layers)}
         found = [name for name in found if not name.startswith("blocks.") or name.split(".")[1] in numbers]
-    if not found:
-        raise SettingError(f"{wanted!r} selects no hook point in layers {layers}; name at least one.")
+    require(found, f"{wanted!r} selects no hook point in layers {layers}; name at least one.")
     return found

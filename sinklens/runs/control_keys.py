@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import ControlWarning, InterventionWarning, SettingError, warn_caller
+from sinklens.errors import ControlWarning, InterventionWarning, require, warn_caller
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class ControlLog:
         for count in self.counts:
             requested, picked, short = torch.atleast_2d(count.sums.cpu()).expand(3, -1).sum(dim=1).tolist()
             empty = requested > 0 and picked == 0
-            if empty and refuse:
-                raise SettingError(
-                    f"{count.label} found {requested} keys to control for and no "
-                    f"control key at any step, so it would change nothing: no allowed key is weaker and matches. Take "
-                    f"fewer keys (a smaller top_k or k), allow more (only=, positions=), or choose another pick=."
-                )
+            require(
+                not empty or not refuse,
+                f"{count.label} found {requested} keys to control for and no "
+                f"control key at any step, so it would change nothing: no allowed key is weaker and matches. Take "
+                f"fewer keys (a smaller top_k or k), allow more (only=, positions=), or choose another pick=.",
+            )
             if empty or short:
                 warn_caller(
                     f"{count.label} picks fewer keys than it controls for in some heads and steps; compare "

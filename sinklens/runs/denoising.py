@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
+from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SinklensError, require
 from sinklens.families.samplers import never_passed
 from sinklens.hooks import names
 from sinklens.hooks.attention.layer_sums import LayerSums
@@ -84,12 +84,12 @@ class Denoising:
         state = self.state
         canvas = canvases_of(replay, range(min(0, state.mask_id), self.model.cfg.d_vocab))
         if isinstance(replay, Generation):
-            if self.settings.leaves_masks and (replay.cache is None) != (state.keys is None):
-                raise SettingError(
-                    "by_quota=False can leave masks that a run without a cache policy decides in later blocks and a "
-                    "run with one does not, so their steps differ. Replay a run with the same cache=, or leave "
-                    "by_quota out."
-                )
+            require(
+                not self.settings.leaves_masks or (replay.cache is None) == (state.keys is None),
+                "by_quota=False can leave masks that a run without a cache policy decides in later blocks and a "
+                "run with one does not, so their steps differ. Replay a run with the same cache=, or leave "
+                "by_quota out.",
+            )
             if replay.prompt_length == state.prompt_length and torch.equal(replay.real, state.real.cpu()):
                 canvas = with_prompts(canvas, replay, state.canvas)
         check_replay(state, self.settings, canvas)
@@ -155,11 +155,12 @@ class Denoising:
                 raise HookNameError(f"{HOOKS}; got {entry!r}.")
             points = names.select(entry[0], self.model.hook_names(), self.model.cfg.n_layers)
             self._named.update(points if isinstance(entry[0], str) else ())
-            if not takes_hook(entry[1]):
-                raise HookFunctionError(
-                    f"{label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
-                    f"and, as an argument named `hook`, the point: def fn(value, hook): ..."
-                )
+            require(
+                takes_hook(entry[1]),
+                f"{label(entry[1])} cannot be called as fn(value, hook=point); a hook function takes the value "
+                f"and, as an argument named `hook`, the point: def fn(value, hook): ...",
+                HookFunctionError,
+            )
             found += [(point, entry[1]) for point in points]
         return found
 
@@ -204,8 +205,7 @@ class Denoising:
 
     def result(self) -> Generation:
         """The result, after all steps or after those that ran before the run was stopped."""
-        if not self._frames:
-            raise SinklensError("the run stopped before it began; nothing was generated.")
+        require(self._frames, "the run stopped before it began; nothing was generated.", SinklensError)
         trajectory = build_trajectory(self.state, self._frames)
         answer = slice(self.state.prompt_length, self.state.prompt_length + self.settings.gen_length)
         left = zip(trajectory.canvas[:, -1, answer], trajectory.undecided[:, -1, answer], strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sinklens.errors import PromptError, SettingError, require
+from sinklens.errors import PromptError, require
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
 from sinklens.hooks.interleaving import opens_block
@@ -107,8 +107,7 @@ def ids_of(run: Generation) -> Any:
     """
     tokens, model = run.tokens, run.model
     written = (tokens >= 0).any(dim=0).nonzero().max() + 1
-    fill = next(iter(model.eos_token_ids), model.reader.pad)
-    tokens = torch.where(tokens < 0, fill, tokens)[:, :written]
+    tokens = torch.where(tokens < 0, next(iter(model.eos_token_ids), model.reader.pad), tokens)[:, :written]
     return PaddedIds.of(tokens, run.real[:, :written], model.reader.pad).to(model.cfg.device)
 
 
@@ -135,8 +134,10 @@ def _settings(
     chosen = {name: value for name, value in given.items() if name in names}
     chosen |= known_options({name: value for name, value in given.items() if name not in {*names, *OTHER}})
     for name, (off, advice) in OTHER.items():
-        if name not in names and given.get(name, off) not in (off, None):
-            raise SettingError(f"model.generate has no argument {name}= for this model: {advice}.")
+        require(
+            name in names or given.get(name, off) in (off, None),
+            f"model.generate has no argument {name}= for this model: {advice}.",
+        )
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if length is not None:
         require(

@@ -22,7 +22,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import require
 from sinklens.sinks.track import SinkTrack
 
 
@@ -109,12 +109,12 @@ def _contents(value: Any) -> dict[str, Any]:
 
 def _repr(value: Any) -> str:
     text = repr(value)
-    if type(value).__repr__ is object.__repr__ or " at 0x" in text:
-        raise SettingError(
-            f"cannot fingerprint {text}: only its memory address identifies it, and saved results need an intervention "
-            f"that another process recognizes. Make its class a dataclass, give it a __repr__ with its settings, or "
-            f"omit out=."
-        )
+    require(
+        type(value).__repr__ is not object.__repr__ and " at 0x" not in text,
+        f"cannot fingerprint {text}: only its memory address identifies it, and saved results need an intervention "
+        f"that another process recognizes. Make its class a dataclass, give it a __repr__ with its settings, or "
+        f"omit out=.",
+    )
     return text
 
 
@@ -133,8 +133,8 @@ def _check_state_in_fields(value: Any) -> None:
     """Refuse an object from outside sinklens with state that is neither a field nor declared by its class."""
     kind = type(value)
     outside = sorted(vars(value).keys() - {entry.name for entry in fields(value)} - set(dir(kind)))
-    if outside and not _ours(kind):
-        raise SettingError(
-            f"{kind.__name__} keeps {', '.join(outside)} outside dataclass fields, so saved results cannot distinguish "
-            f"it from another one; decorate the class with @dataclass(frozen=True) and declare its settings as fields."
-        )
+    require(
+        not outside or _ours(kind),
+        f"{kind.__name__} keeps {', '.join(outside)} outside dataclass fields, so saved results cannot distinguish "
+        f"it from another one; decorate the class with @dataclass(frozen=True) and declare its settings as fields.",
+    )

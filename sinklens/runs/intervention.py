@@ -256,11 +256,11 @@ def refuse_off_canvas(entry: Any, model: "Model") -> None:
     Raises:
         SettingError: it is not `Intervention.on_canvas`.
     """
-    if model.tree.architecture.encoder and isinstance(entry, HookSource) and not entry.on_canvas:
-        raise SettingError(
-            f"{type(entry).__name__} is not available for {model.family} models, whose passes cover one canvas; use "
-            f"hook functions, or interventions with on_canvas = True such as MaskSinks."
-        )
+    require(
+        not model.tree.architecture.encoder or not isinstance(entry, HookSource) or entry.on_canvas,
+        f"{type(entry).__name__} is not available for {model.family} models, whose passes cover one canvas; use "
+        f"hook functions, or interventions with on_canvas = True such as MaskSinks.",
+    )
 
 
 def within(kind: str, chosen: Sequence[Any] | None, size: int) -> list[int]:
@@ -273,8 +273,10 @@ def within(kind: str, chosen: Sequence[Any] | None, size: int) -> list[int]:
         return list(range(size))
     numbers = whole_numbers(kind, chosen)
     for number in numbers:
-        if not -size <= number < size:
-            raise SettingError(f"{kind} {number} does not exist; there are {size}, 0 to {size - 1} (or -{size} to -1).")
+        require(
+            -size <= number < size,
+            f"{kind} {number} does not exist; there are {size}, 0 to {size - 1} (or -{size} to -1).",
+        )
     return sorted({number % size for number in numbers})
 
 

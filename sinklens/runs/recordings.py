@@ -307,8 +307,7 @@ def replay(
     model = load(model)
     given = _settings(model, recorded, settings)
     shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}
-    request = RunRequest([recorded.prompt_ids], **shared, settings=given)
-    placed = _placed(start(model, request)[1], recorded)
+    placed = _placed(start(model, RunRequest([recorded.prompt_ids], **shared, settings=given))[1], recorded)
     return generate(model, [recorded.prompt_ids], replay=placed, **shared, **given)
 
 
@@ -320,8 +319,7 @@ def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]
     shape = {"gen_length": recorded.gen_length, "steps": recorded.steps, "block_length": recorded.gen_length}
     if model.family_record.block_causal:  # blocks are the model's, and their passes are those of the recorded run
         length = model.checkpoint.blocks.length
-        positions = -(-recorded.gen_length // length) * length
-        shape |= {"steps": positions, "block_length": length, "stop": False}
+        shape |= {"steps": -(-recorded.gen_length // length) * length, "block_length": length, "stop": False}
     return {name: value for name, value in shape.items() if name in names} | dict(given)
 
 

@@ -67,8 +67,7 @@ def with_prompts(
     """
     length = earlier.prompt_length
     prompt = canvas[:, :, :length]
-    kept = prompt == prompt[:, :1]
-    replaced = torch.where(kept, start[:, None, :length].to(canvas.device), prompt)
+    replaced = torch.where(prompt == prompt[:, :1], start[:, None, :length].to(canvas.device), prompt)
     return torch.cat([replaced, canvas[:, :, length:]], dim=2)
 
 
@@ -209,14 +208,11 @@ class Generation(Trajectory):
         )
         return texts[0] if self.single else texts
 
-    @property
-    def _tied(self) -> str:
-        count = 0 if self.ties is None else int(self.ties.sum())
-        return f", {count} chosen among equal confidences" * bool(count)
-
     def __repr__(self) -> str:
         masks, empty = sum(a.masks for a in self.answers), sum(a.empty for a in self.answers)
+        ties = 0 if self.ties is None else int(self.ties.sum())
+        tied = f", {ties} chosen among equal confidences" * bool(ties)
         return (
             f"Generation({len(self.answers)} answers, {self.steps_run} of {self.settings.most_steps} steps, "
-            f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked{self._tied})"
+            f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked{tied})"
         )

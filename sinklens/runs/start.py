@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import PromptError, SettingError
+from sinklens.errors import PromptError, require
 from sinklens.families.samplers import settings_for
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.model import Model
@@ -111,6 +111,5 @@ def _closing_token(model: Model, settings: Sampler) -> int | None:
         return None
     if closing == "pad":
         return model.reader.pad if config.pad_token_id is None else int(config.pad_token_id)
-    if not model.eos_token_ids:
-        raise SettingError(f"{model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
+    require(model.eos_token_ids, f"{model.name} has no end-of-sequence token; pass closing='pad' or 'none'.")
     return model.eos_token_ids[0]

@@ -10,7 +10,7 @@ the end of every step `StepServer` checks for requests that are still waiting an
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sinklens.errors import HookOrderError, SettingError, require
+from sinklens.errors import HookOrderError, require
 from sinklens.families.samplers import never_passed
 from sinklens.hooks.interleaving import RepeatedBlock, wait_for
 from sinklens.hooks.points import SamplerPoint
@@ -127,8 +127,7 @@ class VisitedSteps(RepeatedBlock):
     def at(self, *fractions: float) -> "VisitedSteps":
         """The steps at fractions of the run: 0 is the first, 1 the last."""
         for fraction in fractions:
-            if not 0 <= fraction <= 1:
-                raise SettingError(f"a fraction of the run must be between 0 and 1; got {fraction}.")
+            require(0 <= fraction <= 1, f"a fraction of the run must be between 0 and 1; got {fraction}.")
         return self[[round(fraction * (self._owner.planned - 1)) for fraction in fractions]]
 
     def __iter__(self) -> Iterator[int]:

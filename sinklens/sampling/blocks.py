@@ -47,8 +47,7 @@ class BlockProgress:
     ) -> None:
         blocks = blocks or state.tree.attention_blocks
         assert blocks is not None, "the registry allows these samplers for block-causal models only"
-        columns = torch.arange(state.real.shape[1], device=state.real.device)
-        self._answer = state.real & (columns >= state.prompt_length)
+        self._answer = state.real & (torch.arange(state.real.shape[1], device=state.real.device) >= state.prompt_length)
         self._numbers = blocks.numbers(state.real).masked_fill(~state.real, -1)
         self._schedule, self._mask, self._early = schedule, state.mask_id, early
         self._state, self._stop_ids = state, stop_ids

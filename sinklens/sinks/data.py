@@ -103,8 +103,8 @@ class TrackData:
         """The kind of each step's pass, as in `ForwardPass.mode`; rows of one batch share their passes."""
         if "mode" not in self.data:
             return ["causal" if self.causal else "denoise"] * self.steps
-        codes = self.data["mode"].max("batch")  # -1 where a run of several tracks ended earlier
-        return [MODES[int(code)] for code in codes]
+        # the largest, as the mode is -1 where a run of several tracks ended earlier
+        return [MODES[int(code)] for code in self.data["mode"].max("batch")]
 
     @property
     def _cached(self) -> bool:

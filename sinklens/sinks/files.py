@@ -160,8 +160,8 @@ def _unfinished(data: xr.Dataset) -> xr.Dataset:
     token, masked, committed, real = (
         torch.from_numpy(data[name].to_numpy()) for name in ("token_id", "masked", "committed", "is_real")
     )
-    after = torch.where(committed[:, -1:], -2, token[:, -1:])  # other tokens, whichever they are
-    canvas = torch.cat([token, after], dim=1)
+    # after the last step, committed positions hold other tokens, whichever they are
+    canvas = torch.cat([token, torch.where(committed[:, -1:], -2, token[:, -1:])], dim=1)
     undecided = torch.cat([masked, (masked & ~committed)[:, -1:]], dim=1)
     last = unmask_steps(canvas, undecided, real, int(data.attrs["prompt_length"]))
     places = ("batch", "pos")

@@ -103,8 +103,7 @@ def token_ticks(
             if all(abs(place - other) >= gap for other in kept):
                 kept.append(place)
         named = sorted(kept)
-    turned = 90 if isinstance(axis, XAxis) else 0
-    axis.set_ticks(named, [labels[place] for place in named], fontsize=6, rotation=turned)
+    axis.set_ticks(named, [labels[place] for place in named], fontsize=6, rotation=90 if isinstance(axis, XAxis) else 0)
 
 
 def _room(axis: "Axis") -> int:

@@ -318,8 +318,9 @@ def _by_place(marks: Bool[np.ndarray, "batch step layer head pos"]) -> Int[np.nd
 
 def _pool(track: SinkTrack) -> SinkTrack:
     """A track of one layer and one head whose scores are the mean over all."""
-    score = track.scores().mean(HEADS).expand_dims(HEADS, axis=(2, 3))
-    return SinkTrack(track.data.drop_dims(HEADS).assign(score=score))
+    return SinkTrack(
+        track.data.drop_dims(HEADS).assign(score=track.scores().mean(HEADS).expand_dims(HEADS, axis=(2, 3)))
+    )
 
 
 def _without_heads(value: xr.DataArray, pooled: bool) -> xr.DataArray:

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import nearest, require
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
@@ -39,11 +39,11 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
     """
     known = [*STATES, *SYNONYMS, *KIND_NAMES]
     for name in only:
-        if str(name).removeprefix(NOT) not in known:
-            raise SettingError(
-                f"{argument}= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
-                f"{', '.join(known)}.{nearest(str(name).removeprefix(NOT), known)}"
-            )
+        require(
+            str(name).removeprefix(NOT) in known,
+            f"{argument}= takes states or token kinds, or 'not' and one of them; {name!r} is neither. Known: "
+            f"{', '.join(known)}.{nearest(str(name).removeprefix(NOT), known)}",
+        )
 
 
 def needs_text(only: Sequence[str]) -> bool:

@@ -92,8 +92,12 @@ def read_answers(path: str | Path, limit: int | None = None) -> dict[str, str]:
             missing.append(where)
         elif isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise TaskError(f"{where}: the answer is {_short(answer)}; give a text or a number.")
-        elif found.setdefault(prompt, str(answer)) != str(answer):
-            raise TaskError(f"{where}: another line expects another answer to this prompt; keep one of them.")
+        else:
+            require(
+                found.setdefault(prompt, str(answer)) == str(answer),
+                f"{where}: another line expects another answer to this prompt; keep one of them.",
+                TaskError,
+            )
     if found and missing:
         raise TaskError(
             f"{missing[0]}: no 'expected' or 'answer', which other lines have; give every line one, or none."
@@ -158,8 +162,9 @@ class Prompts(Task):
             f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.",
             TaskError,
         )
-        entries = enumerate(islice(json_lines(self.path), limit))
-        return [_sample(entry, where, number) for number, (where, entry) in entries]
+        return [
+            _sample(entry, where, number) for number, (where, entry) in enumerate(islice(json_lines(self.path), limit))
+        ]
 
     def extract(self, text: str) -> str | None:
         return text.strip() or None

@@ -61,8 +61,11 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for where, line in text_lines(path):
         found = parse_json(line, where, TaskError)
-        if not isinstance(found, dict):
-            raise TaskError(f"{where} is not a JSON object but {line:.60}; write one object per line.")
+        require(
+            isinstance(found, dict),
+            f"{where} is not a JSON object but {line:.60}; write one object per line.",
+            TaskError,
+        )
         yield where, found
 
 

@@ -227,8 +227,9 @@ def check_arguments(record: Any) -> None:
 
 def meanings(docstring: str | None) -> dict[str, str]:
     """The entries under ``Args:`` and ``Attributes:`` of a docstring by name, each on one line."""
-    sections = SECTION.findall(inspect.cleandoc(docstring or ""))
-    entries = [entry for section in sections for entry in ENTRY.findall(section)]
+    entries = [
+        entry for section in SECTION.findall(inspect.cleandoc(docstring or "")) for entry in ENTRY.findall(section)
+    ]
     return {name.lstrip("*"): " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 

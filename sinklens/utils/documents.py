@@ -81,8 +81,7 @@ def parse_json(text: str | bytes, where: object, error: Refusal = CheckpointErro
 def read_json(file: Path, error: Refusal = CheckpointError) -> dict[str, Any]:
     """The object in a JSON file; raises like `read_text` and `parse_json`, and for another value than an object."""
     found = parse_json(read_text(file, error), file, error)
-    if not isinstance(found, dict):
-        raise error(f"{file} contains a JSON {type(found).__name__}, not an object.")
+    require(isinstance(found, dict), f"{file} contains a JSON {type(found).__name__}, not an object.", error)
     return found
 
 

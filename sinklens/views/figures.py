@@ -126,14 +126,12 @@ def sink_path(
     ax = axes_or_new(ax)
     data = track.data.isel(batch=row)
     steps = np.arange(track.steps)
-    masked = data["masked"].to_numpy()
-    background = np.where(masked.T[..., None], to_rgba(shade), (1, 1, 1, 1))
+    background = np.where(data["masked"].to_numpy().T[..., None], to_rgba(shade), (1, 1, 1, 1))
     ax.imshow(background, aspect="auto", origin="lower", interpolation="nearest")
     paths = track.top(1).isel(batch=row, rank=0).to_numpy().astype(float)
     paths[paths < 0] = np.nan
     still = int((paths == paths[:1]).all(axis=0).sum())
-    jitter = np.linspace(-0.3, 0.3, paths[0].size)
-    for offset, path in zip(jitter, paths.reshape(len(steps), -1).T, strict=True):
+    for offset, path in zip(np.linspace(-0.3, 0.3, paths[0].size), paths.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
     path, hollow = paths[:, layer, head], ~has_sink(track, row)[:, layer, head]
     ax.plot(steps, path, "o-", color=color, markersize=4, label=layer_and_head(track, layer, head))

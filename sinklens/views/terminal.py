@@ -54,8 +54,9 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
         places = "  ".join(f"{place_text(step, at)} ×{many}" for at, many in counted)
         at, mark = int(strongest[step][layer, head]), "●" if sunk[step, layer, head] else "○"
         named = place_text(step, at) if at >= 0 else "none"
-        answer = _answer(model, run, row, step, words)
-        grid.add_row(f"{step:4d} ", answer, Text(f"  │ {places}"), Text(f"  │ {mark} {named}"))
+        grid.add_row(
+            f"{step:4d} ", _answer(model, run, row, step, words), Text(f"  │ {places}"), Text(f"  │ {mark} {named}")
+        )
     console.print(grid, width=WIDE, crop=False)
     moves = jumps(run.sinks, run.sinks.detect()).isel(batch=row).sum()
     often = int((sunk.mean(axis=0) >= 0.5).sum())

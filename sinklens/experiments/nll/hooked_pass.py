@@ -254,8 +254,7 @@ def logits_after(
 ) -> Float[Tensor, "token vocab"]:
     """Logits, in float32, of the tokens of `rest` at `where`, row by row; either all prefixes are empty or none is."""
     distinct = list(dict.fromkeys(prefixes))
-    source = torch.tensor([distinct.index(prefix) for prefix in prefixes])
-    found = hidden_after(model, distinct, source, rest)
+    found = hidden_after(model, distinct, torch.tensor([distinct.index(prefix) for prefix in prefixes]), rest)
     hidden = one_later(*found) if model.family_record.shift else found.hidden
     return model.tree.head(hidden[where]).float()
 

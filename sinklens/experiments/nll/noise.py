@@ -114,8 +114,7 @@ class DrawRule:
         if self.exact:
             return every_mask(length)
         drawn = by_count if self.masking == "count" else by_rate
-        generators = self.generators(prompt, length, block)
-        parts = [drawn(length, self.draws_per_start, generator) for generator in generators]
+        parts = [drawn(length, self.draws_per_start, generator) for generator in self.generators(prompt, length, block)]
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
         return masked, shares, 1 / (shares * self.mc_num)
 
@@ -234,8 +233,9 @@ class TimedNoise(MaskNoise, ABC):
         spread, parts = torch.arange(rule.draws_per_start) / rule.draws_per_start, []
         for generator in rule.generators(prompt, len(answer), block):
             start = (torch.rand(1, generator=generator, dtype=torch.float64) + spread) % 1
-            shape = (2, rule.draws_per_start, len(answer))
-            parts.append((start, *torch.rand(shape, generator=generator, dtype=torch.float64)))
+            parts.append(
+                (start, *torch.rand((2, rule.draws_per_start, len(answer)), generator=generator, dtype=torch.float64))
+            )
         start, chance, choice = (torch.cat(part) for part in zip(*parts, strict=True))
         least, most = self.interval
         times = least + (most - least) * start
@@ -419,8 +419,9 @@ def noise_of(model: Model) -> MaskNoise:
         case "uniform":
             return UniformNoise(mask_id, True, size=model.cfg.d_vocab)
         case "mixture":
-            interval = (config.t_eps, 1 - config.t_eps)
-            return MixedNoise(mask_id, True, interval, size=model.cfg.d_vocab, p_uniform=config.p_uniform)
+            return MixedNoise(
+                mask_id, True, (config.t_eps, 1 - config.t_eps), size=model.cfg.d_vocab, p_uniform=config.p_uniform
+            )
     raise SettingError(
         f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
         f"pass depends on the logits of the one before, and neither a noise schedule nor a bound has been "
