@@ -393,7 +393,9 @@ def own_settings(study: type[Study], **given: Any) -> dict[str, Any]:
     """
     chosen = {name: value for name, value in given.items() if value not in (None, (), "")}
     unknown = chosen.keys() - {one.name for one in fields(study)}
-    require(not unknown, f"the study {study.name} has no setting {', '.join(unknown)}; texts and pair have. Omit it.")
+    require(
+        not unknown, f"the study {study.name} has no setting {', '.join(unknown)}; only texts and pair do. Omit it."
+    )
     return chosen
 
 

@@ -111,13 +111,13 @@ MEASURES = {
 
 OF_LAYERS = ("sink_heads", "first_mass", "first_strongest")
 EQUAL = 0.9
-"""What hidden keys must hold of the sinks' attention, on average over texts, to be a control with as much attention."""
+"""The smallest share of the sinks' attention, on average over texts, that keys with as much attention must hold."""
 
 
 class Difference(NamedTuple):
     """What a claim compares.
 
-    A difference from hidden keys that hold less attention than `EQUAL` says is NaN.
+    A difference is NaN if its control keys hold less than `EQUAL`.
 
     Attributes:
         measure: of `MEASURES`.

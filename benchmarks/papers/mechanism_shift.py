@@ -8,7 +8,7 @@ effects compares two models or modes; its 95 % interval resamples templates. Con
 from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
 one core.
 
-Models that are given are compared in pairs, each in its own mode; they must have as many layers and heads.
+Models that are given are compared in pairs, each in its own mode; they must match in layers and heads.
 """
 
 import sys
@@ -52,7 +52,7 @@ def main() -> None:
     models = {checkpoint: sinklens.load(checkpoint) for checkpoint, _ in runs.values()}
     sizes = {(model.cfg.n_layers, model.cfg.n_heads) for model in models.values()}
     if len(sizes) > 1:
-        sys.exit(f"heads are compared one by one, but the models have other numbers of (layers, heads): {sizes}.")
+        sys.exit(f"heads are compared one by one, but the models have different numbers of (layers, heads): {sizes}.")
     effects = {}
     for name, (checkpoint, settings) in runs.items():
         model = models[checkpoint]

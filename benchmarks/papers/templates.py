@@ -77,7 +77,7 @@ def loaded(name: str, masks: bool = False, shuffles: bool = False, words: Iterab
     }
     for lack, holds in lacks.items():
         if holds:
-            sys.exit(f"{name} has not what this script needs: {lack}.")
+            sys.exit(f"{name} lacks what this script needs: {lack}.")
     return model
 
 

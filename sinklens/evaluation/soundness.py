@@ -1,22 +1,22 @@
-"""Signs of damage in the weights or settings of a model of which nothing is known.
+"""Signs of damage in the weights or settings of an unknown model.
 
 `damage_checks` makes three checks, none of which needs a reference. They name everything suspicious, with its numbers:
 
 - *loss*: of two fixed English texts, the one that the model knows better is scored, with 1/7 of its tokens masked at a
   time (a causal model predicts each next token; a model with a noise schedule gets 15 % noise). A sound model is below
   0.6 log(vocabulary) and below the loss of the same tokens shuffled.
-- *undone damage*: the loss is measured again after each change that would undo a typical damage: a square matrix
-  transposed, two modules of one shape or two neighbouring layers exchanged, a layer left out, another rope theta or
+- *undone damage*: the loss is measured again after each change that would undo typical damage: a square matrix
+  transposed, two modules of one shape or two neighboring layers exchanged, a layer left out, another rope theta or
   epsilon of the norms. A change makes a sound model worse. One that improves a model points to the damage. A change
   that makes the first of several texts worse is not measured on the others.
 - *layers*: weights that are zero, or whose root mean square is ten times larger or smaller than in the nearest layers;
-  attention whose entropy, in one pass, is far from the neighbours'.
+  attention whose entropy, in one pass, is far from the neighbors'.
 
 On the shipped models they raise no false alarm, and notice a transposed projection, exchanged queries and keys, a rope
 theta times 50, an epsilon of 1e-2 and a zero layer, unless the damage costs the model nothing: a transposed matrix that
 the answers hardly depend on is not noticed. The changes cost some hundred short passes for 32 layers.
 
-Limitation: if the model knows neither text, the first two checks are open, unless a change makes it know one. A damage
+Limitation: if the model knows neither text, the first two checks are open, unless a change makes it know one. Damage
 that costs less than 1 % of the loss goes unnoticed, as does any that no listed change undoes, unless the loss or the
 layers show it. Models with an encoder or several modes of attention have no loss here.
 """
@@ -65,7 +65,7 @@ Outcome = Literal["passed", "failed", "open", "recorded"]
 EXPECTED = {
     "loss": f"below {KNOWN_BELOW:g} of log(vocabulary), and below the loss of shuffled text",
     "undone damage": "no change improves the loss",
-    "layers": f"no layer is zero, {FAR:g} times its neighbours, or attends with {UNLIKE:g} times their entropy",
+    "layers": f"no layer is zero, {FAR:g} times its neighbors, or attends with {UNLIKE:g} times their entropy",
 }
 PARAMETER = re.compile(r"(.+?)\.(\d+)\.(.+)\.(\w+)")  # stack of layers, layer, module and name
 Weights = dict[str, Tensor]
@@ -267,7 +267,7 @@ def layer_check(model: "Model") -> Check:
         for layer, text in _far(found, factor)
     ]
     more = f" and {len(odd) - 3} more" * (len(odd) > 3)
-    return _check("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbours", bool(odd))
+    return _check("layers", "; ".join(odd[:3]) + more or "all layers resemble their neighbors", bool(odd))
 
 
 def _attention(model: "Model") -> dict[str, dict[int, float]]:
@@ -290,7 +290,7 @@ def _attention(model: "Model") -> dict[str, dict[int, float]]:
 
 
 def _far(found: dict[int, float], factor: float) -> Iterator[tuple[int, str]]:
-    """The layers whose number is zero, or far from that of both neighbours."""
+    """The layers whose number is zero, or far from that of both neighbors."""
     for layer, value in found.items():
         others = sorted((one for one in found if one != layer), key=lambda one: abs(one - layer))
         beside = [found[near] for near in others[:2] if found[near]]

@@ -92,7 +92,7 @@ def exact_step(run: "Generation", step: int) -> StepIds:
     require(
         not run.key_reuse,
         f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
-        f"a canvas has other attention and other streams than the run. Analyze an exact run on the same canvases: "
+        f"a canvas has different attention and streams from the run. Analyze an exact run on the same canvases: "
         f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run.",
     )
     require(

@@ -69,7 +69,7 @@ def sweep(
             per-step measures of `compare`. Answers and canvases are then always the base run's.
         batch_size: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
         cache: a cache policy or its name, for every run, also those that the others are compared with.
-        progress: as in `sinklens.generate`; it counts runs of several interventions, and without `metric` alone.
+        progress: as in `sinklens.generate`; it counts runs, each of several interventions; ignored with `metric`.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:

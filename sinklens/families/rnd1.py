@@ -4,9 +4,9 @@ All layers of the published model are mixtures; a config with dense layers is re
 
 RND1's sampler: each step commits the masked positions of which the model is most certain, anywhere on the canvas.
 
-Certain means low entropy of the distribution that a token is proposed from; with ``eb_gamma`` tokens are committed by
-falling probability, as far as the sum of their entropies, minus the largest, stays within it. The last step commits
-everything that is left. Logits predict the next position; `State.logits` has shifted them back.
+Certain means low entropy of the distribution that a token is proposed from; with ``eb_gamma``,
+the most probable come first, while the sum of their entropies minus the largest is at most ``eb_gamma``. The last step
+commits everything that is left. Logits predict the next position; `State.logits` has shifted them back.
 
 The last position of the canvas is reserved for the pad token (``closing=`` changes or omits it): for n new tokens, the
 published ``generate`` returns n − 1. ``hooks=[Suffix(text=...)]`` fills the gap before a fixed text.

@@ -99,7 +99,7 @@ class Places:
         chooser = self._chooser = None if rule is None else rule.start(now)
         require(
             of != "queries" or chooser is None or not chooser.past,
-            f"where={rule!r} finds keys of the text before, whose queries an autoregressive run has already "
+            f"where={rule!r} finds keys in earlier text, whose queries an autoregressive run has already "
             f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
             f"same_step=True); or change keys, with AblateValues or MaskSinks.",
         )

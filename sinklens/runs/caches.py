@@ -75,7 +75,7 @@ def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
     require(
         there == columns,
         f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
-        f"{columns.start} to {columns.stop - 1}: its run computed a part of the canvas. Record the source in a run "
+        f"{columns.start} to {columns.stop - 1}: the source run computed only part of it. Record the source in a run "
         f"without cache= (or use_cache=True), or patch steps that compute the same positions.",
     )
 

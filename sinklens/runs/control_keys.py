@@ -1,4 +1,4 @@
-"""What the rules of a run found: the keys of controls, against those that they control for, and whether any place.
+"""What the rules of a run found: how many control keys, of how many requested, and whether any place.
 
 A control (``pick=`` of a rule for keys) takes keys that match those of the treatment. Where too few match, it takes
 fewer, and where none does, it changes nothing and its cost says nothing. Every rule with a control therefore counts its
@@ -104,7 +104,7 @@ class ControlLog:
         """Warn of controls with too few keys and of rules that found nothing, and refuse controls without any key.
 
         Args:
-            refuse: False for one of several runs of a call: it warns of the latter, too, and leaves rules to the call.
+            refuse: False if a call has several runs: warn of controls without a key, too; the call reports rules.
 
         Raises:
             SettingError: keys to control for were found, and no control key at any step of any row.

@@ -1,8 +1,8 @@
 """``progress=`` of long calls, and what transformers shows while it loads a model.
 
 By default a bar appears only on a terminal, after a few seconds; ``progress=True`` always shows it and
-``progress=False`` never does. A function replaces the bar: it is called with how much is done and the total, in calls
-that count several things after the thing.
+``progress=False`` never does. A function replaces the bar: it gets what is counted, where
+there are several things, the number done and the total.
 """
 
 from collections.abc import Callable, Iterator

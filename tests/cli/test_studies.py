@@ -145,7 +145,7 @@ def test_groups_are_read_from_a_column_of_the_prompts_and_the_settings_of_the_st
     given = {"shares": [0.3, 0.9], "edits": 0, "after": "Ask:"}
     assert (manifest["groups"], manifest["options"] | given) == ({"A": 2, "B": 1}, manifest["options"])
     assert main(["analyse", "existence", "tiny-llama", *call, "--edits", "0"]) == 1
-    assert "the study existence has no setting edits; texts and pair have." in capsys.readouterr().err
+    assert "the study existence has no setting edits; only texts and pair do." in capsys.readouterr().err
 
 
 def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tmp_path, capsys):

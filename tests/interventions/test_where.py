@@ -292,7 +292,7 @@ REFUSED = [
     ),
     (
         lambda worded: watch(worded("llama", True), PADDED, [AblateHeads(where=TopK(1))]),
-        r"finds keys of the text before, .* so Ablate would change nothing",
+        r"finds keys in earlier text, .* so Ablate would change nothing",
     ),
     (
         lambda worded: MaskSinks(top_k=1, where="prompt"),

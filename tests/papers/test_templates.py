@@ -40,7 +40,7 @@ def test_models_sizes_and_settings_can_be_given(script):
 
 @pytest.mark.parametrize(("name", "given", "said"), [
     *((name, *case) for name in SCRIPTS for case in (("--help", "[MODEL ...]"), ("none", "'none' is neither a"))),
-    ("early_answers", "tiny-llama", "tiny-llama has not what this script needs: a mask token."),
+    ("early_answers", "tiny-llama", "tiny-llama lacks what this script needs: a mask token."),
     ("watermarks", "tiny-two-modes", "a sampler with a random order."),
     ("planted", "tiny-text", "single tokens for ' eggs', ' coins'"),
     ("planted_text", "tiny-text", "no recipe says on which problems tiny-text was trained"),
