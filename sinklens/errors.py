@@ -13,7 +13,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-BETWEEN = ("sinklens", "nnsight", "jaxtyping", "contextlib")  # packages whose frames are not user code
+BETWEEN = (  # packages whose frames are not user code
+    "sinklens", "nnsight", "jaxtyping", "contextlib", "torch", "transformer_lens", "transformers",
+)  # fmt: skip
 
 
 class SinklensError(Exception):

@@ -470,9 +470,10 @@ class Where(Rule):
 
     @property
     def sought(self) -> str:
-        """What it looks for, in words; empty for a control, and for no key at all."""
+        """What it looks for, in words; empty for no key at all."""
         which = f"top_k={self.top_k}" if self.detector is None else f"detector={self.detector!r}"
-        return "" if self.pick != "strongest" or self.top_k == 0 else which
+        instead = "" if self.pick == "strongest" else f", pick={self.pick!r}"
+        return "" if self.top_k == 0 else which + instead
 
     def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
         return change(self)

@@ -8,6 +8,7 @@ scores or to the pattern. List interventions on the mask before this one.
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -174,7 +175,9 @@ def detected(
     """
     track = _track_of(scores.float()[:, None].cpu().numpy(), run, canvas) if seen.track is None else seen.track
     try:
-        found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
+        with warnings.catch_warnings():  # not at every step: the end of the run tells of a rule that found nothing
+            warnings.filterwarnings("ignore", "epsilon = .* can never be met")
+            found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
     except TrackError as error:
         raise SettingError(
             f"{detector!r} cannot be used here: {error} Within an intervention it sees only the scores; record the "

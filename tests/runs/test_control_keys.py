@@ -87,7 +87,7 @@ NOTHING = r"MaskKeys with detector=EpsilonOverMean\(epsilon=20, unit='sum'\) fou
         (MaskSinks(), {"steps": 2}, None),
         (MaskSinks(detector=EpsilonOverMean(1)), {}, None),
         ([MaskSinks(top_k=0), HideKeys(positions=[0]), MaskKeys(where="digit")], {}, None),
-        (MaskSinks(where=Where(detector=HIGH.detector, pick="random")), {}, None),
+        (MaskSinks(where=Where(detector=HIGH.detector, pick="random")), {}, "detector=.*, pick='random' found nothing"),
     ],
 )
 def test_a_rule_that_finds_nothing_warns_at_the_end_of_the_run(tiny_llada, hooks, settings, warns):
