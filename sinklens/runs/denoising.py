@@ -178,7 +178,7 @@ class Denoising:
             tree.watch.summing(self.sums, tree.blocks),
             tree.captures.during_run(tree),
         ):
-            self.state.launched = None if recorder is None else recorder.settle
+            self.state.launched = (lambda: None) if recorder is None else recorder.settle
             yield
 
     def carry_out(self, listeners: Sequence[Listener] = ()) -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sinklens.hooks.points import Point
     from sinklens.hooks.tree import HookTree
 
+LATER: tuple[str, ...] = ("cuda",)  # kinds of devices whose steps are stored while the next pass is computed
+
 
 class Kept(NamedTuple):
     """What a step keeps of a point of one layer.
@@ -193,8 +195,16 @@ class SinkRecorder:
             canvases = canvases | {"computed": self._queries[:, step].numpy()}
         self.settle()
         sent = {name: self._sent(name, value) for name, value in found.items()}
-        devices = {value.device for value in found.values() if value.is_cuda}
-        self._leaving = sent, canvases, [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._leaving = (
+            sent,
+            canvases,
+            [
+                torch.cuda.current_stream(device).record_event()
+                for device in {value.device for value in found.values() if value.is_cuda}
+            ],
+        )
+        if not any(value.device.type in LATER for value in found.values()):
+            self.settle()
 
     def _sent(self, name: str, value: Tensor) -> Tensor:
         """A copy in main memory; from a GPU in pinned memory, which its driver fills by itself, perhaps later."""
@@ -206,7 +216,7 @@ class SinkRecorder:
         return pinned.copy_(value, non_blocking=True)
 
     def settle(self) -> None:
-        """Store the step that ended last; called while a GPU computes the next one."""
+        """Store the step that ended last, if it is not yet; called while a GPU computes the next one."""
         if self._leaving is None:
             return
         (sent, canvases, copied), self._leaving = self._leaving, None

@@ -75,7 +75,7 @@ class State:
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
     kind: PassKind | None = None
-    launched: Callable[[], None] | None = None
+    launched: Callable[[], None] = lambda: None
     tied: Int[Tensor, " batch"] = field(init=False)
     logits_dtype: torch.dtype = torch.float32
     step_canvas: Int[Tensor, "batch pos"] = field(init=False)
@@ -315,8 +315,7 @@ class State:
                 hidden, where = self.tree.hidden(rows, real, time=time, of_step=True), where[:, columns]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real)
-        if self.launched is not None:
-            self.launched()
+        self.launched()
         return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)
 
     def logits_of(

@@ -12,6 +12,7 @@ from operators import Copies, Operators
 
 import sinklens
 from sinklens.interventions import MaskSinks
+from sinklens.runs import recorder
 from sinklens.sinks.steps import Steps
 
 
@@ -49,6 +50,7 @@ def test_a_step_waits_in_the_sampler_and_not_in_the_layers(tiny_llada, record, h
 
 def test_a_step_is_stored_between_the_next_pass_and_its_decisions(tiny_llada, monkeypatch):
     order, append = [], Steps.append
+    monkeypatch.setattr(recorder, "LATER", ("cpu",))
     monkeypatch.setattr(Steps, "append", lambda *given: order.append("stored") or append(*given))
     hooks = [(name, lambda value, hook: order.append(hook.name)) for name in ("hook_embed", "denoise.hook_logits")]
     run = sinklens.generate(tiny_llada, torch.arange(3, 23)[None], gen_length=4, block_length=4, steps=2, hooks=hooks)
