@@ -1,6 +1,6 @@
 """Speed of cached keys: policies of bidirectional models, and the exact caches of block diffusion; parts of run.py."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, Q
 import sinklens
 from benchmarks.measuring import Ratio, compare, compare_peaks
 from benchmarks.plain import ANSWER, MASK, random_llada, twin
-from sinklens.families import autoregressive
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache
 from sinklens.sampling.state import State
@@ -157,7 +156,7 @@ def block_ratios(sizes: dict[str, int], blocks: int) -> Iterator[Ratio]:
 
 def _block_parts(model: sinklens.Model, prompt: torch.Tensor, size: str, blocks: int) -> Iterator[Ratio]:
     """CPU time of the parts of one block of 32 positions in 8 steps ÷ that of the block, dual cache."""
-    spent: Counter[str] = Counter()
+    spent = defaultdict[str, float](float)
     settings = {"gen_length": 32, "block_length": 32, "steps": 8, "progress": False}
 
     def timed(part: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,15 +225,12 @@ def leaving(problems: int, batch: int, pairs: int) -> Iterator[Ratio]:
     def run(name: str) -> list[str]:
         stays, counted = name == "stay", type(model.tree).hidden
 
-        def every(state: State, text: Tensor) -> Tensor:
-            return torch.arange(len(text))
-
         def hidden(tree: HookTree, ids: Tensor, *given: Any) -> Tensor:
             rows[name] += len(ids)
             return counted(tree, ids, *given)
 
         with (
-            mock.patch.object(autoregressive, "_running", every if stays else autoregressive._running),
+            mock.patch.object(State, "running", (lambda *_: None) if stays else State.running),
             mock.patch.object(type(model.tree), "hidden", hidden),
         ):
             given = {"gen_length": 48, "record_sinks": False, "progress": False}

@@ -40,7 +40,8 @@ def write(folder: Path, layers: int) -> int:
     folder.mkdir(parents=True)
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
-    place, total = {}, 0
+    place: dict[str, str] = {}
+    total = 0
     for number in range(FILES):
         name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
         part = {key: torch.empty(empty[key].shape, dtype=torch.bfloat16).normal_(std=0.02)

@@ -137,7 +137,8 @@ def bridge(plain: LlamaForCausalLM) -> Any:
     hf: Any = twin(plain, "eager")
     with tempfile.TemporaryDirectory() as folder:
         hf.config.save_pretrained(folder)
-        sinklens.load("tiny-llada").tokenizer.save_pretrained(folder)
+        tokenizer: Any = sinklens.load("tiny-llada").tokenizer
+        tokenizer.save_pretrained(folder)
         return TransformerBridge.boot_transformers(folder, hf_model=hf, device=str(hf.device))
 
 

@@ -140,13 +140,14 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def families() -> Iterator[None]:
-    """The tables of families and architectures are afterwards as they were."""
-    from sinklens.families import FAMILIES
+    """The tables of families, samplers and architectures are afterwards as they were."""
+    from sinklens.families import FAMILIES, SAMPLERS
     from sinklens.hooks.architectures import ARCHITECTURES
 
-    before = dict(FAMILIES), dict(ARCHITECTURES)
+    tables = FAMILIES, SAMPLERS, ARCHITECTURES
+    before = [dict(table) for table in tables]
     yield
-    for table, entries in zip((FAMILIES, ARCHITECTURES), before, strict=True):
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
-from planted import DISTANCE_PAIR, HEADS, ROTATIONS, planted_sinks
+from planted_model import DISTANCE_PAIR, HEADS, ROTATIONS, planted_sinks
 
 
 def planted_paths(

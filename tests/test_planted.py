@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from planted import HEADS, planted_checkpoint, planted_sinks
+from planted_model import HEADS, planted_checkpoint, planted_sinks
 from planted_truth import planted_paths, planted_scores
 
 import sinklens

@@ -332,7 +332,7 @@ def public_weights(model: "PreTrainedModel", family: Family) -> StateDict:
 
 def _public_name(name: str, family: Family) -> str:
     """The name whose renaming is `name`; each pattern of the record is literal but for anchors and one group."""
-    for pattern, ours in reversed(family.renames.items()):
+    for pattern, ours in reversed(list(family.renames.items())):
         group = next(iter(re.findall(r"\([^)]*\)", pattern)), "")
         literal = pattern.strip("^$").replace(group or "\n", "<group>")
         public = re.sub(r"\\(.)", r"\1", literal)

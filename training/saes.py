@@ -13,7 +13,7 @@ measures the loss with the SAE spliced in.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +31,6 @@ from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore, array_of
 from sinklens.utils.arguments import Count, Positive, Seed, check_arguments
 from sinklens.utils.atomic import atomic_write
-from sinklens.utils.progress import OnProgress
 
 STATE = "training.pt"
 AUX = 1 / 32
@@ -92,7 +91,7 @@ def train(
     out: str | Path | None = None,
     *,
     save_every: int = 200,
-    report: OnProgress | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> TrainedSAE:
     """Train an SAE on the activations in `store`.
 

@@ -79,7 +79,7 @@ def measure(net: LowRankLlama, windows: Windows) -> list[dict[str, Any]]:
     positions = torch.arange(length, device=windows.ids.device)
     later = positions > windows.replaced[:, None]
     queries = torch.stack([torch.ones_like(later), later], dim=1).float()
-    records = []
+    records: list[dict[str, Any]] = []
     for share in SHARES if net.mask_id is not None else (0.0,):
         count = min(max(1, round(share * (length - 1))), length - 2) if share else 0
         hidden = windows.order < count

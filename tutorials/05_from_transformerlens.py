@@ -225,18 +225,17 @@ print(len(caches), "steps; step 22 is an", type(caches[22]).__name__, "of", len(
 # %% [markdown]
 # Next, direct logit attribution by step. The last number of the answer, " 14" at position 35, is committed at the very
 # last step. Its logit minus that of " 13" is a sum over what the embedding, the attention layers and the MLPs wrote at
-# that position, each divided by the final norm's scale (`apply_ln=True`). The norm's learned weight is part of the
-# direction here, because the weights are not folded.
+# that position. `logit_attrs` divides each by the final norm's scale. The norm's learned weight is part of its
+# directions, because the weights are not folded, so the contributions add up to the logits.
 
 # %%
 RESULT = 35
-weight = model.tree.hf.model.norm.weight
 right, wrong = int(run.tokens[0, RESULT]), int(model.to_tokens(" 13")[0, -1])
-direction = (model.tree.W_U[:, right] - model.tree.W_U[:, wrong]) * weight
+question = {"tokens": right, "incorrect_tokens": wrong, "pos_slice": RESULT}
 rows = []
 for step in caches:
-    stack, parts = caches[step].decompose_resid(apply_ln=True, return_labels=True)  # [component, batch, pos, d_model]
-    rows.append(stack[:, 0, RESULT] @ direction)
+    stack, parts = caches[step].decompose_resid(pos_slice=RESULT, return_labels=True)  # [component, batch, d_model]
+    rows.append(caches[step].logit_attrs(stack, **question)[:, 0])
 attributed = torch.stack(rows, dim=1)  # [component, step]
 
 figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
@@ -262,8 +261,8 @@ assert start[right] < start[wrong]
 # `stack_head_results` splits attention by head. It works from the cached `hook_z`, as in TransformerLens:
 
 # %%
-heads, labels = caches[22].stack_head_results(apply_ln=True, return_labels=True)  # [layer · head, batch, pos, d_model]
-written = (heads[:, 0, RESULT] @ direction).reshape(4, 6)
+heads, labels = caches[22].stack_head_results(pos_slice=RESULT, return_labels=True)  # [layer · head, batch, d_model]
+written = caches[22].logit_attrs(heads, **question).reshape(4, 6)
 attention = attributed[[parts.index(f"{layer}_attn_out") for layer in range(4)], 22]
 torch.testing.assert_close(written.sum(1), attention, atol=1e-3, rtol=1e-3)
 strongest = labels[int(written.argmax())]
@@ -281,8 +280,8 @@ assert written.max() < 0.1 * whole[22]
 # `blocks.0.attn.q.hook_out`, are accepted. The full list is in [From
 # TransformerLens](../docs/concepts/from-transformerlens.md).
 #
-# The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, and `logit_attrs` with it, include
-# the final norm's weight, like `direction` above, so their contributions add up to the logits.
+# The helpers of `ActivationCache` work too. `model.tokens_to_residual_directions`, which `logit_attrs` uses, includes
+# the final norm's weight.
 #
 # These are the points of one layer and of the sampler, with the shapes of this canvas:
 

@@ -119,7 +119,7 @@ def test_autoregressive_runs_and_senseless_thresholds_are_refused(worded, unchec
 
 @pytest.mark.extended
 def test_the_planted_checkpoint_knows_its_answer_from_the_first_step_and_a_random_one_does_not(tmp_path, worded):
-    from planted import planted_checkpoint
+    from planted_model import planted_checkpoint
 
     run = sinklens.generate(
         sinklens.load(planted_checkpoint(tmp_path / "planted")), "Question: 1?", gen_length=8, steps=8, progress=False

@@ -178,7 +178,7 @@ def test_too_few_prompts_and_senseless_settings_are_refused(given, match):
 @pytest.mark.extended
 def test_the_planted_checkpoint_writes_the_neighbor_in_layer_0(tmp_path):
     """Head *previous* writes whether the token before is a mask, which the embedding of a mask does not say."""
-    from planted import planted_checkpoint
+    from planted_model import planted_checkpoint
 
     from sinklens.tasks.word_problems import training
 
