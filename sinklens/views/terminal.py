@@ -1,5 +1,6 @@
 """A run in the terminal: one line per step, with the answer filling in, and the strongest keys and sinks.
 
+Where such a line is wider than the terminal, the keys of a step are listed below one another and its answer is wrapped.
 Tokens are shown as text, never as markup: a generated ``[red]`` or an escape sequence is printed verbatim.
 """
 
@@ -16,7 +17,7 @@ from sinklens.sinks.motion import jumps
 from sinklens.views.figures import has_sink, most_moving_head
 from sinklens.views.html import MASKED, token_texts
 
-WIDE = 100_000  # columns; a terminal wraps longer lines itself
+WIDE = 100_000  # columns, more than any line needs
 
 
 def show(model: "Model", run: "Generation", console: Console, row: int = 0, top: int = 3) -> None:
@@ -46,18 +47,22 @@ def show(model: "Model", run: "Generation", console: Console, row: int = 0, top:
     def place_text(step: int, place: int) -> str:
         return f"{place} ‘{words(int(run.canvas[row, step, place])).strip() or ' '}’"
 
-    grid = Table.grid()
-    for style in ("dim", "", "cyan", "dark_orange"):
-        grid.add_column(style=style, no_wrap=True)
-    for step in range(run.steps_run):
-        counted = Counter(strongest[step].ravel().tolist()).most_common(top)
-        places = "  ".join(f"{place_text(step, at)} ×{many}" for at, many in counted)
-        at, mark = int(strongest[step][layer, head]), "●" if sunk[step, layer, head] else "○"
-        named = place_text(step, at) if at >= 0 else "none"
-        grid.add_row(
-            f"{step:4d} ", _answer(model, run, row, step, words), Text(f"  │ {places}"), Text(f"  │ {mark} {named}")
-        )
-    console.print(grid, width=WIDE, crop=False)
+    def lines(between: str) -> Table:
+        grid = Table.grid()
+        for style in ("dim", "", "cyan", "dark_orange"):
+            grid.add_column(style=style, no_wrap=style == "dim", overflow="fold")
+        for step in range(run.steps_run):
+            counted = Counter(strongest[step].ravel().tolist()).most_common(top)
+            places = between.join(f"{place_text(step, at)} ×{many}" for at, many in counted)
+            at, mark = int(strongest[step][layer, head]), "●" if sunk[step, layer, head] else "○"
+            named = place_text(step, at) if at >= 0 else "none"
+            grid.add_row(
+                f"{step:4d} ", _answer(model, run, row, step, words), Text(f"  │ {places}"), Text(f"  │ {mark} {named}")
+            )
+        return grid
+
+    width = console.measure(lines("  "), options=console.options.update(width=WIDE)).maximum
+    console.print(lines("  " if width <= console.width else "\n  │ "))
     moves = jumps(run.sinks, run.sinks.detect()).isel(batch=row).sum()
     often = int((sunk.mean(axis=0) >= 0.5).sum())
     console.print(
