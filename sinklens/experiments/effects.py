@@ -64,9 +64,14 @@ class Effect:
         return float(self.under_replay["sinks_moved"].mean()) / (cfg.n_layers * cfg.n_heads)
 
     def __repr__(self) -> str:
-        same, kl = self.free_running["same_answer"], self.under_replay["kl"]
-        over = f"under replay {float(kl.mean()):.3g} nats over {kl.shape[1]} steps"
-        return f"Effect({int(same.sum())} of {same.size} answers stay the same, mean KL {over})"
+        same, kl, keys = self.free_running["same_answer"], self.under_replay["kl"], self.free.control_keys
+        note = "" if keys is None else f"; controls picked {int(keys.picked.sum())} of {int(keys.requested.sum())} keys"
+        if self.free.chosen and not any(bool(one.places.any()) for one in self.free.chosen):
+            note = "; no rule found a place, so it changed nothing"
+        return (
+            f"Effect({int(same.sum())} of {same.size} answers stay the same, mean KL under replay "
+            f"{float(kl.mean()):.3g} nats over {kl.shape[1]} steps{note})"
+        )
 
 
 @checked
@@ -186,8 +191,9 @@ def compare(
     if base_logits is None or changed_logits is None:
         return xr.Dataset(found)
     steps = max(base.steps_run, changed.steps_run)
-    found |= _of_steps(base, changed, base_logits, changed_logits, attended, steps)
-    return xr.Dataset(found, coords={"step": np.arange(steps)})
+    return xr.Dataset(
+        found | _of_steps(base, changed, base_logits, changed_logits, attended, steps), {"step": np.arange(steps)}
+    )
 
 
 def _check_same_prompts(base: Generation, changed: Generation) -> None:

@@ -1,6 +1,7 @@
 """Comparing runs: every number against a loop over positions, and hand-made cases against known results."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from sinklens.experiments import compare, corrupted, effect, logit_lens, of_step
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
+from sinklens.sinks import EpsilonOverMean
 
 SHORT = {"gen_length": 8}
 CHANGE = AblateHeads(layers=[0, 1])
@@ -92,8 +94,24 @@ def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
     assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
     assert found.free_running["first_divergent_step"].max() >= 0
     same = sum(before.text == after.text for before, after in zip(base[0].answers, free[0].answers, strict=True))
-    kl = f"mean KL under replay {float(found.under_replay['kl'].mean()):.3g} nats over {base[0].steps_run} steps"
-    assert repr(found) == f"Effect({same} of {len(PROMPTS)} answers stay the same, {kl})"
+    assert repr(found) == (
+        f"Effect({same} of {len(PROMPTS)} answers stay the same, mean KL under replay "
+        f"{float(found.under_replay['kl'].mean()):.3g} nats over {base[0].steps_run} steps)"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::sinklens.errors.InterventionWarning")
+@pytest.mark.parametrize(
+    ("which", "note"),
+    [
+        ({"top_k": 1, "pick": "random"}, r"; controls picked 168 of 168 keys\)$"),
+        ({"detector": EpsilonOverMean(20)}, r"; no rule found a place, so it changed nothing\)$"),
+        ({"detector": EpsilonOverMean(20), "pick": "random"}, r"; no rule found a place, so it changed nothing\)$"),
+        ({"top_k": 1}, r" nats over 8 steps\)$"),
+    ],
+)
+def test_an_effect_says_what_its_rules_found(tiny_llada, which, note):
+    assert re.search(note, repr(effect(tiny_llada, PROMPTS[0], MaskSinks(**which), **SHORT)))
 
 
 def test_orders_edits_and_changed_shares_of_hand_made_runs(tiny_llada):
@@ -235,7 +253,6 @@ def test_what_cannot_be_compared_is_refused(tiny_llada):
     )
     longer = sinklens.generate(tiny_llada, ids, hooks=[SinkToken()], **settings, gen_length=8)
     one, two, logits = {1: torch.zeros(1, 3)}, {2: torch.zeros(1, 3)}, "pass both base_logits and changed_logits"
-    changes = {"a": "b"}
     calls = [
         (lambda: compare(run, fewer), r"prompts and lengths; got \[3, \d+\] and \[2, \d+\] \(rows, positions\)"),
         (lambda: compare(run, other), r"have the same prompts; these do not"),
@@ -257,7 +274,7 @@ def test_what_cannot_be_compared_is_refused(tiny_llada):
         calls += [
             (lambda given=given: compare(given, run), f"base {kind}"),
             (lambda given=given: compare(run, given), f"changed {kind}"),
-            (lambda given=given: corrupted(given, changes), f"base {kind}"),
+            (lambda given=given: corrupted(given, {"a": "b"}), f"base {kind}"),
             (lambda given=given: sinks_compared(given, run), f"base {kind}"),
             (lambda given=given: logit_lens(run.model, given), f"run {kind}"),
             (lambda given=given: of_step(given, 0), f"run {kind}"),
