@@ -164,14 +164,16 @@ def maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
 
 
 def still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
-    """One row of panels per model: the head that moves least, and the one that moves most."""
+    """One row of panels per model: the head whose strongest key moves least, and the one whose sink moves most."""
     from sinklens.views import most_moving_head, panels, sink_map, stillest_head
 
     figure, axes = panels(2 * len(tracks), columns=2, size=(9, 4))
     for number, track in enumerate(tracks.values()):
         for which, ax in zip((stillest_head, most_moving_head), axes[2 * number :], strict=False):
             title = sink_map(track, *which(track), ax=ax, tokens=_final(track)).get_title()
-            ax.set_title(f"{title}, {'moves least' if which is stillest_head else 'its sink moves most'}")
+            ax.set_title(
+                f"{title}, {'its strongest key moves least' if which is stillest_head else 'its sink moves most'}"
+            )
     return figure
 
 

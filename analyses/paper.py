@@ -186,7 +186,7 @@ ITEMS = {
             "static_share": "share of heads whose strongest key never changes",
             "static_sinks": "share of sinks that are sinks at every step",
         },
-        unstated="How the two heads were chosen; here those that move least and most.",
+        unstated="How the two heads were chosen; here those whose strongest key moves least and whose sink moves most.",
     ),
     "fig10": Item(
         "Fig. 10 and Sec. 4.1: share of positions that are no sinks, by threshold",
