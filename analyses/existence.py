@@ -156,7 +156,7 @@ def histogram_of(track: SinkTrack, unit: Unit) -> np.ndarray:
 
 
 def no_sink_of(track: SinkTrack, unit: Unit) -> np.ndarray:
-    strength = EpsilonOverMean(unit=unit).strength(track)
+    strength = EpsilonOverMean(0, unit).strength(track)
     return np.stack([1 - _share(track, strength > epsilon * UNITS[unit]) for epsilon in EPSILONS], axis=1)
 
 

@@ -34,7 +34,6 @@ from sinklens.model import Model
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs.result import Generation
 from sinklens.sinks import Record, SinkTrack, motion
-from sinklens.sinks.detectors import bounded
 from sinklens.sinks.quantities import Summed, Variables
 from sinklens.sinks.track import build_track
 
@@ -181,7 +180,8 @@ def null_of(run: "Generation", row: int) -> SinkTrack:
     attrs = run.sinks.data.attrs
     if not run.sinks.causal:  # its run goes on after an end token
         attrs = {**attrs, "special": json.dumps({**run.sinks.special, "end": []})}
-    return causal_null(pattern, ids[0].cpu().numpy(), start, attrs, bounded(run.sinks))
+    softmax = attrs.get("attention", "softmax") != "sigmoid"
+    return causal_null(pattern, ids[0].cpu().numpy(), start, attrs, softmax)
 
 
 def null_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":

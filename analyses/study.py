@@ -43,7 +43,7 @@ from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
-from sinklens.utils.arguments import Count, Seed, check_arguments
+from sinklens.utils.arguments import Count, Seed, check_arguments, plainly_shown
 from sinklens.utils.estimates import RESAMPLES
 from sinklens.utils.folders import check_folder
 from sinklens.utils.progress import Progress, reporting
@@ -59,6 +59,7 @@ APART = ("settings", "answers", "shard")  # options that a manifest lists elsewh
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
+@plainly_shown
 @dataclass
 class Study(ABC):
     """One question, asked of several models on the same prompts.

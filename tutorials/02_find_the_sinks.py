@@ -79,7 +79,7 @@ assert units.loc["percent", "tiny-llada"] > 3 * units.loc["sum", "tiny-llada"]
 
 # %% [markdown]
 # With ε = 3 in column sums, 1.13 % and 1.96 % of the positions are sinks; in percent of all attention, 4.31 % and 13.49
-# %. As a fraction, no position can ever be a sink, because no fraction exceeds 1 (a warning says so). In sinklens the
+# %. As a fraction, no position can ever be a sink, because no fraction exceeds 1 (an error says so). In sinklens the
 # unit is an argument; `"sum"` is the default.
 #
 # The number of sinks depends on ε at least as much. The paper requires at least 96 % of the positions *not* to be

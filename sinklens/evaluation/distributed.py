@@ -27,7 +27,7 @@ from sinklens.errors import SettingError, SinklensError, require
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.units import Batch, Job
-from sinklens.utils.arguments import Count, NonNegative, check_arguments
+from sinklens.utils.arguments import Count, NonNegative, check_arguments, plainly_shown
 
 # For a cluster started here: no usage statistics, and no warnings about settings chosen on purpose.
 RAY_ENVIRONMENT = {
@@ -37,6 +37,7 @@ RAY_ENVIRONMENT = {
 }
 
 
+@plainly_shown
 @dataclass
 class OnRay:
     """Many workers, for ``evaluate(engine=)``; they are connected inside a ``with`` block.

@@ -29,9 +29,13 @@ from sinklens.utils.arguments import Seed, checked, plainly_shown
 Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class Ablate(AtPositions):
     """Replace the value of a point of the layers.
+
+        Ablate(point="hook_mlp_out", layers=[1], by="mean")  # an MLP writes its mean over the positions of the row
+        Ablate(point="attn.hook_z", heads=[5], where="masked")  # a head of every layer writes 0 where masks are
 
     Attributes:
         point: the point, which has a position axis.

@@ -17,13 +17,14 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
-from sinklens.utils.arguments import Words
+from sinklens.utils.arguments import Words, plainly_shown
 from sinklens.utils.integers import as_integer
 
 ACCEPTED = "denoise.hook_accepted"
 CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class ForceTokens(Intervention):
     """Put tokens on the canvas when the chosen steps begin.

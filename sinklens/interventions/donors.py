@@ -24,7 +24,7 @@ from sinklens.model import Model
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of
 from sinklens.sinks.kinds import Kind, PlaceState
-from sinklens.utils.arguments import Seed
+from sinklens.utils.arguments import Seed, plainly_shown
 
 CODES: dict[str, Any] = {"state": PlaceState, "kind": Kind}
 MATCHED = ("step", "state", "position", "kind")
@@ -135,6 +135,7 @@ def random_places(run: RunContext, hook: Point, seed: int, *place: int) -> Float
     return found
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class Resample(AtPositions):
     """Replace the values of points at each position by those of a matching donor position.

@@ -35,11 +35,13 @@ from sinklens.model import Model
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.runs.result import Generation
+from sinklens.utils.arguments import plainly_shown
 
 Distance = Annotated[int, Ge(0)]
 POINT = "attn.hook_attn_mask"
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class MaskKeys(AtKeys):
     """Hide keys from queries, or hide all keys except these and nearby ones.
@@ -140,6 +142,10 @@ def MaskSinks(
 ) -> MaskKeys:
     """At step t, mask attention to the sinks of step t − 1 (Rulli et al., 2510.15731, Sec. 4.3).
 
+        MaskSinks(detector=EpsilonOverMean())  # every sink of every head, by the paper's definition
+        MaskSinks(5)  # the five strongest keys of every head, sinks or not
+        MaskSinks(5, pick="same_mass")  # its control: keys that are no sinks and receive as much attention
+
     If a detector finds nothing, the run is unchanged, bit for bit, and an `InterventionWarning` says so.
 
     Args:
@@ -191,6 +197,9 @@ def HideKeys(
     heads: Sequence[int] | None = None,
 ) -> MaskKeys:
     """Hide keys at fixed positions from every query, at every chosen step, the first included.
+
+        HideKeys(positions=[0])  # the first token; keys that follow the scores need MaskSinks
+        HideKeys(positions=[0, -1], layers=[2], heads=[3])  # the first and the last, from one head
 
     Args:
         positions: the keys to hide, not counting padding.

@@ -32,10 +32,11 @@ from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at
 from sinklens.model import Model
 from sinklens.runs.caches import chosen_points, require_columns
 from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers, within
-from sinklens.utils.arguments import Unread
+from sinklens.utils.arguments import Unread, plainly_shown
 from sinklens.utils.integers import as_integer
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class PatchHooks(AtPositions):
     """Patch the values of another run into this one.

@@ -26,11 +26,12 @@ from sinklens.interventions.controls import largest
 from sinklens.interventions.places import AtPositions
 from sinklens.model import Model
 from sinklens.runs.intervention import Pairs, RunContext, within
-from sinklens.utils.arguments import Count
+from sinklens.utils.arguments import Count, plainly_shown
 
 PATTERN = "attn.hook_pattern"
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class Hold(AtPositions):
     """Repeat the values of step `at` at a point of the layers in all later steps (of `steps`).

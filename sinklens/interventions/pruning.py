@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.interventions.weights import EditWeights, WeightMatrix
-from sinklens.utils.arguments import Seed, Share
+from sinklens.utils.arguments import Seed, Share, plainly_shown
 from sinklens.utils.integers import MOST_SEED
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class InputNorms:
         return f"InputNorms({len(self.values)} matrices, {self.positions:.1f} positions)"
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class PruneWeights(EditWeights):
     """Set a share of the weights of every row to 0 while a run lasts; afterwards they are as before.

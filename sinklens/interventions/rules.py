@@ -45,7 +45,7 @@ from sinklens.runs.result import Generation
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
 from sinklens.sinks.strongest import check_only
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Seed, Share, Words, as_tuple, check_arguments
+from sinklens.utils.arguments import Seed, Share, Words, as_tuple, check_arguments, plainly_shown
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
 
@@ -270,6 +270,7 @@ class OfKind(OfStep):
         return of_kind(as_tuple(self.names), now.run, now.canvas, f"where={self.names!r}")[:, None, None]
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class AtNoise(OfStep):
     """All positions of the rows whose undecided share of the answer lies in a range, at the steps where it does.
@@ -382,6 +383,7 @@ def _checked(values: Tensor, run: RunContext, sizes: Mapping[str, int]) -> Bool[
     return values & real
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class Where(Rule):
     """Positions chosen by their scores at every step: sinks, strongest keys, or a control of them.

@@ -33,6 +33,7 @@ from torch import Tensor
 from sinklens.errors import SettingError, require
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache
+from sinklens.utils.arguments import check_arguments
 
 
 class Keys(IntEnum):
@@ -96,11 +97,16 @@ class History:
 class Policy(ABC):
     """Decides before each step which keys are computed, reused or hidden; see `sinklens.sampling`.
 
+    The attributes of one that is a dataclass are checked by their declared types.
+
     Attributes:
         reads_scores: whether `plan` uses `History.scores`, which cost time.
     """
 
     reads_scores: bool = False
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
 
     @abstractmethod
     def plan(self, history: History) -> Tensor:

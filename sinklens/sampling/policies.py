@@ -27,7 +27,7 @@ from sinklens.errors import SettingError, nearest, require
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.track import build_track
-from sinklens.utils.arguments import Count, Words, check_arguments, read_as
+from sinklens.utils.arguments import Count, Words, plainly_shown, read_as
 
 CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.sampling.DualCache() or its name, 'dual',")]
 
@@ -68,6 +68,7 @@ class DualCache(Policy):
         return history.in_block if history.step_in_block else torch.ones_like(history.in_block)
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class DelayedCache(Policy):
     """Reuse the entries of positions from the second step after their token was written.
@@ -89,9 +90,6 @@ class DelayedCache(Policy):
 
     refresh: Count = 8
 
-    def __post_init__(self) -> None:
-        check_arguments(self)
-
     def plan(self, history: History) -> Bool[Tensor, "batch pos"]:
         """Fresh where undecided, or written in the step before; with shifted logits also before such positions."""
         if history.step_in_block < 2 or history.step_in_block % self.refresh == 0:
@@ -102,6 +100,7 @@ class DelayedCache(Policy):
         return fresh
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class Refresh(Policy):
     """Compute everything every `every` steps of a block; another policy decides in between.
@@ -115,7 +114,7 @@ class Refresh(Policy):
     within: Policy = field(default_factory=DualCache)
 
     def __post_init__(self) -> None:
-        check_arguments(self)
+        super().__post_init__()
         object.__setattr__(self, "reads_scores", self.within.reads_scores)
 
     def plan(self, history: History) -> Tensor:
@@ -125,6 +124,7 @@ class Refresh(Policy):
         return self.within.plan(history)
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class KeepSinks(Policy):
     """Compute the sinks in every step and leave other keys stale, or keep the sinks and hide the others.
@@ -150,9 +150,6 @@ class KeepSinks(Policy):
     others: Literal["stale", "gone"] = "stale"
     negated: bool = False
     reads_scores: bool = field(default=True, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_arguments(self)
 
     def __invert__(self) -> "KeepSinks":
         return replace(self, negated=not self.negated)

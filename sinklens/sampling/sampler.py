@@ -21,9 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.sampling.state import State
-from sinklens.utils.arguments import Argument, Count, arguments, meanings
+from sinklens.utils.arguments import Argument, Count, arguments, meanings, plainly_shown
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class Sampler(ABC):
     """Base class of samplers; an instance holds the settings of a run, which are checked when it is made.

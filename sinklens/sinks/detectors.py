@@ -26,17 +26,31 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import xarray as xr
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Lt
 
 from sinklens.errors import require, warn_caller
 from sinklens.sinks.data import AXES, TrackData, Unit
-from sinklens.utils.arguments import Number, Positive, Share, Words, check_arguments, checked
+from sinklens.utils.arguments import (
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    Words,
+    check_arguments,
+    checked,
+    plainly_shown,
+)
+
+ALL_ATTENTION = {"percent": 100, "fraction": 1, "visible": 1}  # in units whose scale does not depend on the length
 
 
 class Detector(ABC):
-    """One definition of a sink."""
+    """One definition of a sink; the attributes of one that is a dataclass are checked by their declared types."""
 
     ARGUMENT: ClassVar[str] = "a detector such as TopK(1)"
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
 
     @abstractmethod
     def detect(self, track: TrackData) -> xr.DataArray:
@@ -58,15 +72,9 @@ def over_others(values: xr.DataArray) -> xr.DataArray:
     return (values.sum("pos") - values) / (values.notnull().sum("pos") - 1).clip(min=1)
 
 
-class _Checked(Detector):
-    """Base class of detectors whose attributes are checked by their declared types."""
-
-    def __post_init__(self) -> None:
-        check_arguments(self)
-
-
+@plainly_shown
 @dataclass(frozen=True)
-class EpsilonOverMean(_Checked):
+class EpsilonOverMean(Detector):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
 
     Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`. Its strength is
@@ -74,12 +82,24 @@ class EpsilonOverMean(_Checked):
 
     Attributes:
         epsilon: ε, in `unit`; the paper uses 3 and does not state the unit.
-        unit: "sum" (uniform attention is 1), "percent", "fraction" or "visible"; in the last two an ε of 1 or more
-            cannot be met.
+        unit: "sum" (uniform attention is 1), "percent", "fraction" or "visible".
+
+    Raises:
+        SettingError: an ε of all attention or more, which is 100 in "percent" and 1 in "fraction" and "visible".
     """
 
     epsilon: Number = 3.0
     unit: Unit = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = ALL_ATTENTION.get(self.unit, np.inf)
+        require(
+            self.epsilon < most,
+            f"epsilon must be below {most} with unit={self.unit!r}, in which a key that receives all attention has "
+            f"{most}; got {self.epsilon}. Choose a smaller epsilon, or a unit of another scale: 'percent' (0 to 100) "
+            f"or 'sum' (uniform attention is 1).",
+        )
 
     @checked
     def strength(self, track: TrackData) -> xr.DataArray:
@@ -88,20 +108,17 @@ class EpsilonOverMean(_Checked):
 
     @checked
     def detect(self, track: TrackData) -> xr.DataArray:
-        strength = self.strength(track)  # first, since the track may lack the unit
-        most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
-        advice = "use unit='sum' or unit='percent'" if most == 1 else "use a smaller epsilon"
-        if self.epsilon >= most and bounded(track):
+        if self.unit == "sum" and self.epsilon >= track.data.sizes["pos"]:
             warn_caller(
-                f"epsilon = {self.epsilon} can never be met: with unit {self.unit!r} no score of this track exceeds "
-                f"{most}; {advice}.",
+                f"epsilon = {self.epsilon} can never be met: a column sum of this track is at most "
+                f"{track.data.sizes['pos']}, its number of positions. Use a smaller epsilon.",
                 UserWarning,
             )
-        return strength > self.epsilon
+        return self.strength(track) > self.epsilon
 
 
 @dataclass(frozen=True)
-class TopK(_Checked):
+class TopK(Detector):
     """The `k` strongest keys of every head and step, regardless of their score; fewer where fewer exist.
 
     A head with an all-zero pattern has no sink.
@@ -120,8 +137,9 @@ class TopK(_Checked):
         return score.copy(data=found[..., :-1])
 
 
+@plainly_shown
 @dataclass(frozen=True)
-class MeanPlusStd(_Checked):
+class MeanPlusStd(Detector):
     """Mass above mean + k · std (Sink-Aware Pruning, 2602.17664; with k = 3 in Attention Floating, 2601.07894).
 
     m(j) is the score in `unit`, averaged over `over`; mean and population standard deviation are taken over the
@@ -157,8 +175,9 @@ class MeanPlusStd(_Checked):
         return everywhere(self._margin(track) > 0, track)
 
 
+@plainly_shown
 @dataclass(frozen=True)
-class SinkRate(_Checked):
+class SinkRate(Detector):
     """Positions that are sinks in many heads (Gu et al., 2410.10781, Sec. 3, there for the first position).
 
     α_j = mean attention that key j receives from the queries that can see it; for bidirectional attention, all S of
@@ -166,11 +185,11 @@ class SinkRate(_Checked):
     if its rate reaches `share`.
 
     Attributes:
-        epsilon: threshold ε on α, which is in [0, 1]; the source uses 0.3.
+        epsilon: threshold ε on α, which is from 0 to 1; the source uses 0.3.
         share: required share of all heads of all layers; the source reports the rate and sets no threshold.
     """
 
-    epsilon: Number = 0.3
+    epsilon: Annotated[float | int, Ge(0), Lt(1)] = 0.3
     share: Share = 0.1
 
     @checked
@@ -184,8 +203,9 @@ class SinkRate(_Checked):
         return (rate >= self.share) & (rate > 0)
 
 
+@plainly_shown
 @dataclass(frozen=True)
-class SmallValueNorm(_Checked):
+class SmallValueNorm(Detector):
     """Positions with a small value vector (One Token Is Enough, 2601.19657; value drain of 2410.13835). Needs "values".
 
     r(j) = |v_j| / mean_k |v_k|, k over the positions that exist. Position j is a sink if r(j) < `ratio`; its strength
@@ -206,8 +226,9 @@ class SmallValueNorm(_Checked):
         return value_ratio(track) < self.ratio
 
 
+@plainly_shown
 @dataclass(frozen=True)
-class ResidualPeak(_Checked):
+class ResidualPeak(Detector):
     """Massive activations in the residual stream that the layer reads (2402.17762). Needs "stream".
 
     Position j is a sink if its peak p_j = max_c |h[j, c]| exceeds `floor` and is at least `ratio` times a median: of
@@ -221,8 +242,8 @@ class ResidualPeak(_Checked):
         per: which median to use.
     """
 
-    ratio: Number = 1000.0
-    floor: Number = 100.0
+    ratio: Positive = 1000.0
+    floor: NonNegative = 100.0
     per: Literal["position", "channel"] = "position"
 
     @checked
@@ -237,6 +258,7 @@ class ResidualPeak(_Checked):
         return (self.strength(track) >= self.ratio) & everywhere(high, track)
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class NoOp(SmallValueNorm):
     """Sinks that carry almost no information (Unifying View, 2606.08105). Needs "values".
@@ -256,8 +278,9 @@ class NoOp(SmallValueNorm):
         return self.among.detect(track) & super().detect(track)
 
 
+@plainly_shown
 @dataclass(frozen=True)
-class Broadcast(_Checked):
+class Broadcast(Detector):
     """Sinks that send the same message to all queries (Unifying View, 2606.08105). Needs "values" and "outputs".
 
     A position found by `among` whose value-norm ratio r(j) is ordinary, `low` to `high`, in a head whose output
@@ -270,8 +293,8 @@ class Broadcast(_Checked):
         among: detector that finds the candidate sinks.
     """
 
-    low: Number = 0.5
-    high: Number = 1.5
+    low: NonNegative = 0.5
+    high: Positive = 1.5
     rank: Annotated[float | int, Gt(1)] = 1.5
     among: Detector = field(default_factory=EpsilonOverMean)
 
@@ -288,11 +311,6 @@ class Broadcast(_Checked):
         ratio = value_ratio(track)
         flat = everywhere(track.need("output_rank")["output_rank"] < self.rank, track)
         return self.among.detect(track) & (ratio >= self.low) & (ratio <= self.high) & flat
-
-
-def bounded(track: TrackData) -> bool:
-    """Whether each row of the patterns sums to at most 1, which holds for all attention except sigmoid attention."""
-    return track.data.attrs.get("attention", "softmax") != "sigmoid"
 
 
 def value_ratio(track: TrackData) -> xr.DataArray:

@@ -102,11 +102,10 @@ def step_ticks(axis: "Axis", steps: Int[xr.DataArray, " step"]) -> None:
 
 def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str:
     """The layer and head by their numbers in the model; a part of a track keeps these numbers."""
-    which = [
+    return ", ".join(
         f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
         for name, place in (("layer", layer), ("head", head))
-    ]
-    return ", ".join(which)
+    )
 
 
 def model_name(track: TrackData) -> str:

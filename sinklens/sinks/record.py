@@ -15,11 +15,12 @@ from sinklens.errors import SettingError, nearest, require
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.steps import CANVASES, OF_RUN, refuse_existing
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Words, check_arguments
+from sinklens.utils.arguments import Words, check_arguments, plainly_shown
 
 StepLayer = tuple[int, int]
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class Record:
     """What a run records: ``sinklens.trace(..., record_sinks=Record(["values"], out="run.zarr"))``.

@@ -22,7 +22,7 @@ from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
-from sinklens.utils.arguments import Count, as_tuple, check_arguments, checked
+from sinklens.utils.arguments import Count, as_tuple, checked, plainly_shown
 
 Part = Literal["all", "sink", "other"]
 SYNONYMS = {"mask": "masked", "decided": "committed"}
@@ -73,6 +73,7 @@ def in_only(
     return ~left_out & (union(kept) if kept else True)
 
 
+@plainly_shown
 @dataclass(frozen=True)
 class StrongestKeys(Detector):
     """The `k` strongest keys of a kind, per head and step: all of them, only the sinks, or only the others.
@@ -97,7 +98,7 @@ class StrongestKeys(Detector):
     overall: bool = False
 
     def __post_init__(self) -> None:
-        check_arguments(self)
+        super().__post_init__()
         check_only(as_tuple(self.only))
 
     @checked

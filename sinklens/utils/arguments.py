@@ -179,10 +179,11 @@ def checked(function: FunctionT) -> FunctionT:
 
 
 def plainly_shown(function: FunctionT) -> FunctionT:
-    """A function whose signature in ``help()`` and in editors has types without ranges and words."""
-    signature = inspect.signature(function)
+    """A function or dataclass whose signature in ``help()`` and in editors has types without ranges and words."""
+    code: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    signature = inspect.signature(code)
     shown = [one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    code.__signature__ = signature.replace(parameters=shown)
     return function
 
 
@@ -195,7 +196,9 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
-    own = {} if isinstance(declared, type) else inspect.unwrap(declared).__annotations__  # not those that are shown
+    own = inspect.get_annotations(  # not those that are shown
+        inspect.unwrap(declared.__init__ if isinstance(declared, type) else declared)  # type: ignore[misc]
+    )
     return {
         name: Argument(
             name, _resolved(own.get(name, entry.annotation), declared), entry.default, described.get(name, "")

@@ -56,8 +56,9 @@ def panels(
         return cast("Figure", given[0].figure), given
     columns = min(columns, count)
     rows = -(-count // columns)
-    figsize = (size[0] * columns, size[1] * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False, sharey=sharey)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False, sharey=sharey
+    )
     for spare in axes.ravel()[count:]:
         spare.set_axis_off()
     return figure, list(axes.ravel()[:count])

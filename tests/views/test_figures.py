@@ -153,8 +153,7 @@ def test_model_names_appear_verbatim_in_the_legend():
     ax = curves(table, "at")
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [r" _a\$b\$", "c"]
     ax.figure.canvas.draw()
-    assert plain("a") == "a"
-    assert token_label("\t\r") == "⇥\\x0d"
+    assert (plain("a"), token_label("\t\r")) == ("a", "⇥\\x0d")
 
 
 def interval_lines():
@@ -230,8 +229,8 @@ def test_without_a_caption_a_figure_has_its_axes_and_colors_alone(planted):
     assert [ax.get_title() for ax in drawn] == ["", "", "one"]
     (own,) = panels(1)[1]
     assert figures.sink_paths(planted, ax=own, caption=False) is own.figure
-    assert (own.get_title(), own.get_ylabel()) == ("", "position of the strongest key (by column sum)")
-    assert figure.get_suptitle() == ""
+    assert (figure.get_suptitle(), own.get_title()) == ("", "")
+    assert own.get_ylabel() == "position of the strongest key (by column sum)"
     assert [ax.get_xlabel() for ax in drawn] == ["position", "step", "step"]
     assert drawn[0].images[0].get_cmap() == color_map()
     assert [line.get_color() for line in drawn[1].get_lines() if line.get_marker() == "o"][:1] == [COLOURS[1]]
