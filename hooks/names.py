@@ -102,9 +102,9 @@ TIME = (
 )
 """The points of a network that is conditioned on the noise level, before its blocks."""
 MODULATION = tuple(
-    PointSpec(f"hook_{part}_{what}", "batch d_model", f"{what} of {of}; the same for all positions of a row")
-    for part, of in (("attn", "what attention reads and writes"), ("mlp", "what the MLP reads and writes"))
-    for what in ("shift", "scale", "gate")
+    PointSpec(f"hook_{part}_{what}", "batch d_model", f"{what} of what {of}; the same for all positions of a row")
+    for part, name in (("attn", "attention"), ("mlp", "the MLP"))
+    for what, of in (("shift", f"{name} reads"), ("scale", f"{name} reads"), ("gate", f"{name} writes"))
 )
 FINAL_MODULATION = tuple(
     PointSpec(f"hook_final_{what}", "batch d_model", f"{what} of what the language-model head reads")

@@ -1,8 +1,8 @@
 """Token ids that record which of them are padding.
 
 Ids alone do not show whether a leading end token is padding or text. `PaddedIds` is a tensor of ids with the answer in
-its attribute ``is_real``. Copies, moves, rows and slices of it keep their part of it; the result of any other function
-is a plain tensor, whose padding is unknown again.
+its attribute ``is_real``. Copies, moves, rows and slices keep the matching part of ``is_real``; any other function
+returns a plain tensor, whose padding is unknown again.
 
 Silent failure: a token that is written over padding stays padding. `PaddedIds.written` finds such tokens.
 """

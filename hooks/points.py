@@ -5,7 +5,7 @@ TransformerLens or PyTorch hook is registered on it, if a trace block waits at i
 nnsight cache records it. During a *peek* (`HookTree.peek`) only the requested points are watched.
 
 A point is *armed* while it may be watched: from the moment a hook is registered until the first pass without one,
-while a trace block runs, and in a peek that requests it. The model's computation comes to armed points only: each has
+while a trace block runs, and in a peek that requests it. The model's computation reaches only armed points: each has
 *taps*, which are installed while it is armed. An unarmed point therefore costs nothing.
 
 Hooks run inside the point's forward, nnsight's handover after it: a trace block reads the value that the hooks returned
@@ -287,7 +287,7 @@ class SamplerPoint(Point):
 
     @property
     def watched(self) -> bool:
-        """As `Point.watched`; only the sampler asks, when it comes to the point."""
+        """As `Point.watched`. Only the sampler asks, when it reaches the point, so this also sets `reached`."""
         self.__dict__["reached"] = self.step  # nn.Module's own way is slow, and the value is no module
         return super().watched
 

@@ -221,7 +221,7 @@ TABLES: dict[str, Table] = {
           for kind in LISTED
           for row in (
               plain(f"nats lost by hiding sinks on {kind}s", 3, measure="cost", kind=kind, choice="sink"),
-              plain("… as much attention to other keys", 3, measure="cost", kind=kind, choice="same_mass"),
+              plain("… by hiding equal attention elsewhere", 3, measure="cost", kind=kind, choice="same_mass"),
               Row("… difference", {"measure": f"hiding {kind} sinks costs more than hiding as much attention"}, 1.0, 3,
                   "texts-claims"),
               percent("… attention hidden, %", measure="removed", kind=kind, choice="sink"),
@@ -233,12 +233,12 @@ TABLES: dict[str, Table] = {
                 measure="jump_share", edit="edited, later", lead=0.0),
     ), models=TEXTS),
     "text_shares": Table("shares/texts-claims", tuple(
-        plain(f"all sinks: cost beyond as much attention, nats, {100 * share:.0f} % masked", 3, share=share,
+        plain(f"all sinks: cost beyond equal attention, nats, {100 * share:.0f} % masked", 3, share=share,
               measure="hiding any sinks costs more than hiding as much attention")
         for share in (0.05, 0.5, 0.9)
     ), models=TEXTS[:1]),
     "text_seeds": Table("", (
-        *(contrast("texts-claims", f"sinks on {kind}s: cost beyond as much attention, nats", digits=3,
+        *(contrast("texts-claims", f"sinks on {kind}s: cost beyond equal attention, nats", digits=3,
                    listed=kind in LISTED, measure=f"hiding {kind} sinks costs more than hiding as much attention")
           for kind in TEXT_KINDS),
         *(contrast("texts-claims", f"heads with a sink at a {kind}, beyond words, points", 0.0, 100.0, 1,
@@ -248,7 +248,7 @@ TABLES: dict[str, Table] = {
                  measure="sinks write less than other keys"),
         contrast("texts-claims", "stale sinks cost more than as much stale attention, 10⁻³ nats", 0.0, 1e3,
                  listed=False, measure="stale sinks cost more than as much stale attention"),
-        *(contrast("texts-pairs", f"sinks on {kind}s: cost beyond as much attention, nats, masked − causal", digits=3,
+        *(contrast("texts-pairs", f"sinks on {kind}s: cost beyond equal attention, nats, masked − causal", digits=3,
                    listed=kind in LISTED,
                    measure=f"hiding {kind} sinks, beyond as much attention")
           for kind in TEXT_KINDS if kind != "mask"),
@@ -261,10 +261,10 @@ TABLES: dict[str, Table] = {
                  0.0, 100.0, 1, measure="jumps, a token replaced, later queries"),
     ), (*TEXTS, " − ".join(TEXTS))),
     "swaps": Table("groups/swaps-swaps", (
-        *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
+        *(plain(f"{swap}: heads with a sink there, {when}", measure=measure, swap=swap)
           for swap in ("digit → word", "word → mask")
           for when, measure in (("before", "sinks_before"), ("after", "sinks_after"))),
-        *(Row(f"change: {swap}", {"measure": "change", "swap": swap}, 1.0, 2, "groups/swaps-beyond")
+        *(Row(swap.replace(",", ": change,", 1), {"measure": "change", "swap": swap}, 1.0, 2, "groups/swaps-beyond")
           for swap in ("digit → word, beyond digit → digit", "word → digit, beyond word → word",
                        "word → mask, beyond word → word")),
     )),

@@ -98,7 +98,7 @@ def write(config: Any, blocks: Blocks | None) -> None:
 
 
 def rule_of(config: Any) -> Any:
-    """The rule of a pass of a model with this transformers config: see `ruled_by`, else its blocks; None for none."""
+    """The attention rule of a model with this transformers config: that of `ruled_by`, else its blocks, else None."""
     if (rule := getattr(config, RULE, None)) is not None:
         return rule
     length = getattr(config, LENGTH, None)

@@ -5,8 +5,8 @@ therefore keeps the queries, keys and log-sum-exps of several layers and compute
 fill a core's cache (`TOGETHER`), or when the pass is over. A layer of a long text fills a block alone, and is
 computed at once.
 
-`Watch.sums` is set while a run records. What ``hook_sink_scores`` shows is then recorded too, where a hook or a trace
-block reads it.
+`Watch.sums` is set while a run records. Where a hook or a trace block reads ``hook_sink_scores``, the value that it
+gets is also the one recorded.
 
 Pitfall: until the sums are taken, the kept tensors must not be written to. Attention hands over the ones that it made.
 """

@@ -5,7 +5,7 @@ Hooks there get zeros, which do not depend on the pass. In a captured pass they 
 once per step instead of once per layer.
 
 Pitfall: a function that is no `MaskHook` may depend on what other hooks saw in the same pass, so outside captured
-passes it is called when attention comes to it.
+passes it is called when attention reaches it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point
 def known(watch: Watch, biases: dict[Point, Mask | None], device: torch.device) -> Iterator[None]:
     """Let attention read `biases` inside this context, which runs a pass without keys of earlier ones.
 
-    What else attention would ask in every layer is asked here once, see `Watch.short`.
+    `Watch.short` is set here once, for checks that attention would otherwise repeat in every layer.
     """
     given = biases.keys() >= set(hooked_masks(watch))
     plain = given and only_masks(watch) and watch.forward_pass.counted is None

@@ -27,7 +27,7 @@ CARDS = ("a100-40", "a100", "h100", "h200", "rtx4090", "l40s")
 @Parameter(name="*", group="Dry run")
 @dataclass(frozen=True)
 class DryRun:
-    """The cards of a dry run.
+    """The graphics cards that a dry run plans for.
 
     Attributes:
         card: the card; an unknown name lists all

@@ -1,6 +1,6 @@
 """What plans know by name: quantizations, points that are watched, and GPUs as their makers publish them.
 
-`Card.peak` is dense products in bfloat16 (float16 on V100 and T4, which lack it), without sparsity, summed in float32.
+`Card.peak` is the rate of dense matrix products in bfloat16 (float16 on V100 and T4, which lack it), summed in float32.
 The memory is as printed, in units of 10⁹ bytes; what programs can use differs by a few percent.
 
 Sources: NVIDIA's data sheets of B200 (DGX B200), H200, H100 (SXM, PCIe, NVL), A100 (40 and 80 GB; PCIe and SXM), L40S,

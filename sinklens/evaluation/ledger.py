@@ -102,7 +102,7 @@ class LedgerRun:
         return [cls(found[name], ledger, name) for name in sorted(found)]
 
     def records(self, kind: RecordKind = "records") -> list[LedgerRecord]:
-        """All records of a kind, one per sample, sorted by sample: the first record, or the last verdict.
+        """The records of a kind, sorted by sample: of each sample, the first record, or the last verdict.
 
         Raises:
             LedgerError: the ledger is damaged.

@@ -126,7 +126,7 @@ class EvalProtocol(Protocol):
     was to be applied and the tokenizer has none, so that the text stays as it is.
 
     Attributes:
-        extractor: setting of the task, if it has it; None for the task's default.
+        extractor: the setting `extractor` of a task that has one; None for its default.
         sampler: the sampler that generates; None for that of each model's family.
         mode: how a model that changes its attention decodes, such as "autoregressive"; None for its family's way.
         note: the source of the settings, and which are our choice; not part of the hash.

@@ -224,7 +224,7 @@ def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) 
 
 
 def weights_by_quantization(model: "Model", quantization: str) -> dict[str, int]:
-    """Bytes of the weights by `QUANTIZATIONS`; of a checkpoint that is stored quantized, as it is stored."""
+    """Bytes of the weights under each of `QUANTIZATIONS`, or under its own if the checkpoint is stored quantized."""
     from sinklens.model.files import read_config
     from sinklens.model.quantization import published
 

@@ -29,7 +29,7 @@ class SinkSums:
         """Sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"), [batch].
 
         Under a cache policy, scores are means over the queries that the step computed, times the number of positions,
-        so that uniform attention is 1 as in an exact run. In an autoregressive run only steps up to a row's end count.
+        so that uniform attention is 1 as in an exact run. Steps after an autoregressive row's end are ignored.
         """
         with np.errstate(invalid="ignore"):
             return np.asarray(self._sinks / self._heads)

@@ -99,7 +99,7 @@ class Check:
         outcome: "passed"; "failed"; "open" if the limits allow both; "recorded" if nothing is expected.
         expected: what was expected, and its source.
         found: what was found, in words.
-        number: the number with its limits; None if there is none. Of masking, the cost: accuracy without masking minus
+        number: the number with its limits; None if there is none. For masking, it is accuracy without masking minus
             accuracy with it, positive if accuracy is lost.
         statement: whether it is a statement of the study, not a property that the checkpoint must have.
     """

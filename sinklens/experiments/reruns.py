@@ -1,7 +1,7 @@
 """Runs made again with another prompt.
 
 A run of a corrupted prompt soon works on another canvas, because it decides other tokens. Its activations then carry
-the tokens that it has already decided, and a patch from it moves them along with the cause under study. `corrupted`
+the tokens that it has already decided, and a patch from it transfers these besides the cause under study. `corrupted`
 changes the prompt and keeps the canvases, so that only the prompt differs, at every step.
 
 Pitfall: the answer of a corrupted run is that of the earlier run, by construction; compare logits, not texts.

@@ -62,8 +62,8 @@ def write_attribution(
         query: canvas position of the query, including padding; None for the mean over all queries that see the key and
             another key, as a sink's column has it.
         key: canvas position of the key, including padding; None for the key with the largest column sum.
-        weighted: weight the mean over queries by the attention that each pays to the key, instead of equally. A key
-            that a few queries score high has an ordinary mean score.
+        weighted: weight the mean over queries by the attention that each pays to the key, instead of equally. Where
+            only a few queries score a key high, its plain mean is ordinary.
 
     Returns:
         A variable per split, over ``writer``: "embed", "L0H0" (a head), "0_mlp_out", "bias" (the output biases of

@@ -11,7 +11,7 @@ DIT_ROTATION: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rop
 
 
 def converted(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of MDLM, BD3-LM or Duo as that of dit.py. Duo has no ``time_conditioning``: it is always timed."""
+    """The config of MDLM, BD3-LM or Duo, with dit.py's keys. Duo has no ``time_conditioning``: it is always timed."""
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_dim"],

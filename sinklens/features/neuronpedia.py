@@ -2,7 +2,7 @@
 
 SAEDashboard writes the features of an SAE to ``batch-0.json``, ``batch-1.json`` and so on, which its
 ``neuronpedia_export`` turns into an upload (`NeuronpediaDashboardBatch` in ``neuronpedia/neuronpedia_dashboard.py``).
-`save_neuronpedia` writes one of these. What sinklens does not measure is left as an empty list, as in SAEDashboard:
+`save_neuronpedia` writes one such file. What sinklens does not measure is left as an empty list, as in SAEDashboard:
 alignment with neurons, correlations with neurons and other features, and a split of the decoder by head.
 
 Pitfall: Neuronpedia has no denoising steps. An example is the canvas of one step, with the text of the mask token at

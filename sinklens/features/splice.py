@@ -8,7 +8,7 @@ With f = encode(x) and f' the features after ablation and clamping, the new acti
 Without changed features the second is x itself. Without the error term, what the autoencoder misses is lost too, so
 compare an ablation with a splice that changes no feature.
 
-Limitation: the effect of an ablated feature contains that of everything its direction also carries; compare it with
+Limitation: the effect of an ablated feature includes that of whatever else its direction carries; compare it with
 other features of the same firing rate.
 """
 

@@ -240,8 +240,8 @@ class Places:
 
         Args:
             value: of an attention point, with the axes batch, head, query and key.
-            reach: in an autoregressive run, the affected queries: the "newest" token of each step, "each" token by the
-                keys of the step that it belongs to, or "all" tokens of a pass by the keys of the newest one.
+            reach: in an autoregressive run, the affected queries: the "newest" token of each step, "each" token with
+                the keys of its own step, or "all" tokens of a pass with the keys of the newest.
         """
         layer, step, device, now = layer_of(hook), int(hook.step or 0), value.device, hook.forward_pass
         if not (self._together or self._run.single):
@@ -427,8 +427,8 @@ class AtKeys(AtPositions):
 
     Attributes:
         where: the keys; see `AtPositions`.
-        queries: in an autoregressive run, the "newest" token; "each" token, the prompt's included, by the keys of the
-            step that it belongs to; or "all" tokens, by the keys of the newest one.
+        queries: in an autoregressive run, which tokens' queries are affected: the "newest"; "each", the prompt's
+            included, with the keys of its own step; or "all", with the keys of the newest.
         positions: limits the keys.
 
     Raises:

@@ -21,7 +21,7 @@ SCRIPTS = (
 
 @cache
 def document(token: str = "") -> str:
-    """The HTML document of ``GET /``; that of a frame, which gets no cookie, holds the token."""
+    """The HTML document of ``GET /``; in a frame, which gets no cookie, it holds the token."""
     return html.fill(_own("lab.html"), {"token": escape(token), **html.fragments()})
 
 

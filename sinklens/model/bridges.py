@@ -19,8 +19,8 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
     Hooks set on the bridge stay with the bridge; set them on the returned model, where the same names hold.
 
     Raises:
-        CheckpointError: its weights were folded or otherwise processed, so the class cannot hold them, or it is not
-            over a class of transformers.
+        CheckpointError: its weights were folded or otherwise processed, so the class cannot hold them, or it does
+            not wrap a class of transformers.
     """
     original = bridge.original_model
     require(

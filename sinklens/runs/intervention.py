@@ -254,7 +254,7 @@ def refuse_off_canvas(entry: Any, model: "Model") -> None:
     """Refuse an intervention that needs complete passes, for a model whose passes cover one canvas.
 
     Raises:
-        SettingError: it is not `Intervention.on_canvas`.
+        SettingError: `entry.on_canvas` is False (`Intervention.on_canvas`).
     """
     require(
         not model.tree.architecture.encoder or not isinstance(entry, HookSource) or entry.on_canvas,

@@ -132,8 +132,8 @@ def gumbel_candidates(
 def truncate(logits: Float[Tensor, "masked vocab"], truncation: Truncation) -> Float[Tensor, "masked vocab"]:
     """Divide logits by the temperature, keep the `top_p` nucleus and the `top_k` largest, and lower the rest.
 
-    Which of the two comes first decides what is kept: the nucleus of the `top_k` largest holds fewer tokens than that
-    of all. Logits that are not kept become the lowest finite value.
+    The order of the two matters: a nucleus taken among the `top_k` largest holds fewer tokens than one taken among all.
+    Logits that are not kept become the lowest finite value.
     """
     temperature, top_p, top_k, top_p_first = truncation
     if temperature > 0:

@@ -181,8 +181,8 @@ class State:
     def uniform(self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype) -> Float[Tensor, "drawn vocab"]:
         """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform`` if there is one.
 
-        Only families whose own samplers draw by these numbers have the point, which
-        holds all positions of the canvas; its numbers elsewhere are 0 and have no effect.
+        Only families whose own samplers draw by these numbers have the point. It holds all positions of the canvas;
+        where `where` is False, its numbers are 0 and have no effect.
         """
         drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.hook_dict.get("denoise.hook_uniform")
         if point is None or not point.watched:

@@ -54,7 +54,7 @@ def needs_text(only: Sequence[str]) -> bool:
 def in_only(
     only: Sequence[str], states: Int[np.ndarray, "*places"], codes: "Int[np.ndarray, '*places'] | None"
 ) -> Bool[np.ndarray, "*places"]:
-    """Places in any of the named sets (all places, if every name begins with "not ") and in none of the others.
+    """Places in any set that `only` names (in all, if each name begins with "not ") and in none named with "not ".
 
     Args:
         states: the `PlaceState` of each place.

@@ -6,7 +6,7 @@ takes the last number. Commas, dollar signs and one final full stop are removed 
 compared as text: ``42.0`` is not ``42``, a unit after the number is ignored, and of a fraction the flexible extractor
 sees only the denominator.
 
-Few-shot examples: in the style ``gsm8k`` problem i follows the i-th draw of five training problems from a generator
+Few-shot examples: in the style ``gsm8k``, problem i follows the i-th draw of five training problems from a generator
 seeded with 1234, as in a complete run of the harness. The chain-of-thought styles have none, because the harness's
 fixed list is not included here.
 

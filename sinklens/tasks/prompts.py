@@ -145,7 +145,7 @@ class Prompts(Task):
 
     Attributes:
         path: the file.
-        by: judges text otherwise: from the prompt, the answer and ``expected``, whether the answer is right.
+        by: another judge of text: a function of the prompt, the answer and ``expected`` -> whether the answer is right.
     """
 
     path: Path | None = None

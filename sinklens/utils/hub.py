@@ -48,7 +48,7 @@ def refuse_revision(path: str | Path, revision: str | None) -> None:
 
 
 def refuse_missing(path: str | Path, revision: str | None, otherwise: str = "pass revision='main'") -> None:
-    """Check that `path`, which does not exist, does not begin with a folder that does, unless a revision is given."""
+    """Refuse a missing `path` whose first folder exists, unless a revision is given: it is no name on the hub."""
     first = Path(path).parts[0]
     require(
         revision is not None or not Path(first).is_dir(),

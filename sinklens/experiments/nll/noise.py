@@ -29,7 +29,7 @@ Times are drawn uniformly between two times, as the authors' evaluations do. The
 - *uniform* (Duo, Sahoo et al., 2506.10892): a token is drawn from the vocabulary with probability 1 − α(t).
 - *mixture* (GIDD, von Rütte et al., 2503.04482): masks and random tokens; a divergence weighted by what z holds.
 
-In uniform and mixture every token counts, changed or not, and the weight is part of the loss.
+With *uniform* and *mixture*, every token counts, changed or not, and the weight is part of the loss.
 
 The published evaluations score complete texts, without prompts. Here a prompt stays as it is, and the time is that of
 the answer alone, as in SEDD's sampler with fixed tokens. An empty prompt gives the published bound of a text.
