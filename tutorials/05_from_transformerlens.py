@@ -298,7 +298,7 @@ for name, shape in shapes.items():
 # `hook_candidates`, `hook_confidence` and `hook_commit`, its decisions. [Hook points](../docs/concepts/hook-points.md)
 # lists all.
 #
-# This pass uses the first two: it hides the number from every layer, and compares column sums with the map.
+# Here, `hook_attn_mask` hides the number from every layer, and `hook_sink_scores` is compared with the pattern's sums.
 
 # %%
 sums, map_ = "blocks.2.attn.hook_sink_scores", "blocks.2.attn.hook_pattern"

@@ -127,9 +127,9 @@ names = model.hook_names()
 print(names[0], names[1], "…", *(name for name in names if name.startswith("blocks.2.")), "…", *names[-4:], sep="\n")
 
 # %% [markdown]
-# Layer 2 before layer 0 is too late. A plain nnsight loop over iterations would serve the value of the *next* step;
-# here it is an error, on the line that reads it. (`t.iter[...]` is another name for `t.steps[...]`.) A step that has
-# passed, and a value read after the run, are errors too:
+# After layer 2, it is too late to read layer 0. A plain nnsight loop over iterations would serve the value of the
+# *next* step; here, the line that reads it raises an error. (`t.iter[...]` is another name for `t.steps[...]`.) Reading
+# a step that has passed, or a value after the run, is an error too:
 
 
 # %%

@@ -134,8 +134,8 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 # %% [markdown]
 # LLaDA-8B-Instruct's 0.694 and 0.786 are the same model in two decoding regimes. `sinklens protocols` lists all
 # protocols with their published scores, sources, and what the sources leave open. The hash covers everything that
-# affects a score. A changed setting makes another run in the ledger; the table says how it departs from the
-# protocol, and compares only runs that do not depart with the published score.
+# affects a score. A changed setting makes another run in the ledger. The table says how a run departs from the
+# protocol; only runs that do not are compared with the published score.
 #
 # On a machine with GPUs, one command per family then produces the paper's table:
 #
@@ -247,9 +247,9 @@ print(Path("records.jsonl").read_text()[:200])
 #     sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k --mask-sinks 0 1 5 10 --engine ray \
 #         --address auto --out /shared/results
 #
-# In Python this is `engine=OnRay(workers=2)`, from `sinklens.evaluation.distributed`. You can mix both and restart them
-# in any order, because every process first reads the same ledger. Two processes cannot share a shard: the second
-# reports this and stops. Here are two shards, one after the other:
+# In Python this is `engine=OnRay(workers=2)`, from `sinklens.evaluation.distributed`. You can mix Ray and shards
+# and restart them in any order, because every process first reads the same ledger. Two processes cannot share a shard:
+# the second reports this and stops. Here are two shards, one after the other:
 
 # %%
 for number in range(2):

@@ -188,8 +188,8 @@ assert (agreement["tuned lens"] >= agreement["logit lens"]).all()
 # %% [markdown]
 # ## Exercises
 #
-# 1. Do the same for sinks on *tokens*, with the SAE of decided positions: what share of its strongest feature's firing
-#    at sinks goes with the kind of token? Compare `excess` over all tokens with `excess` over digits only.
+# 1. Do the same for sinks on *tokens*, with the SAE of decided positions. Does its strongest feature fire at sinks, or
+#    at a kind of token that is often a sink? Compare `excess` over all tokens with `excess` over digits only.
 # 2. Clamp the strongest of the masked features to a high value at *every* masked position. Do new sinks appear?
 
 # %% [markdown]

@@ -7,7 +7,7 @@
 #
 # - how to run a model under a policy, and how to see which keys were computed and how old the others were,
 # - what a policy changes on the *same* canvases: the predictions (KL divergence) and the sinks,
-# - how stale keys differ from hidden keys, with sinks and with the others,
+# - how making keys stale differs from hiding them, for sinks and for other keys,
 # - which of these numbers can be compared, and which cannot.
 #
 # It uses `tiny-llada` in blocks of eight positions, not in its default single block of 24: each block begins with a
@@ -35,7 +35,7 @@ exact = sinklens.generate(model, prompts, block_length=8)
 # ## One run under a policy
 #
 # `DualCache` computes everything in the first step of a block, and then only the block. The track of such a run also
-# has `fresh` and `staleness`: which keys a step computed, and how many steps ago each key was.
+# has `fresh` and `staleness`: which keys a step computed, and how many steps ago the others were.
 
 # %%
 run = sinklens.generate(model, prompts, block_length=8, cache=DualCache())
@@ -61,8 +61,8 @@ plt.show()
 # - `PrefixCache` leaves the columns before the block stale, `DualCache` also those after it;
 # - `KeepSinks` is `DualCache` with up to four sinks per layer computed in every step, and `~KeepSinks` its negation:
 #   everything is computed *except* these sinks;
-# - with `others="gone"`, keys outside the block are not only stale but most are *hidden*: all but the sinks, or, in the
-#   negation, only the sinks.
+# - with `others="gone"`, keys outside the block are *hidden* instead of stale: all but the sinks, or, in the negation,
+#   only the sinks.
 
 # %%
 policies = {
