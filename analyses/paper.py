@@ -111,9 +111,9 @@ ITEMS = {
             for printed in protocol.published
             if printed.score is not None and printed.source == STUDY and is_checkpoint(printed.model, checkpoint)
         ),
-        "Steps, shots and checkpoints; the first step, at which nothing is masked here; whether heads share "
-        "a set of keys, which they do not here; whether a head without a sink by Eq. 3 is masked, which it is unless "
-        "--sinks-only adds the other reading. In an autoregressive model, the keys that the last token attends to.",
+        "Steps, shots and checkpoints; what the first step masks (here: nothing); whether heads share a set of keys "
+        "(here: no); whether a head without a sink by Eq. 3 is masked (here: yes; --sinks-only adds the other "
+        "reading). In an autoregressive model, the keys that the last token attends to.",
     ),
     "table2": Item(
         "Table 2: the tokens that are sinks most often",

@@ -4,8 +4,8 @@ A command receives each group as a dict of the options that were given, which ar
 `sinklens.generate`. Their names and types are those of the arguments, and a test compares them; they are written here,
 since reading the declarations would import torch for every ``--help``.
 
-``--block-length`` is both: of a block-causal checkpoint, whose attention depends on it, the length with which it is
-loaded; of another one a setting of the sampler (`fitted`).
+``--block-length`` is both. A block-causal checkpoint, whose attention depends on it, is loaded with it; for any other,
+it is a setting of the sampler (`fitted`).
 
 Pitfall: cyclopts rounds "1.5" to an integer; every integer here is an `Integer`.
 """

@@ -18,7 +18,7 @@ operations: A are the parameters of the layers' matrices that a position uses (o
 heads and their width, V the vocabulary, and u the undecided positions, whose logits are needed. Of the 6, 4 are
 attention and 2 the second product of queries and keys for the sums over columns.
 
-Caveats: the allocator of a GPU keeps free blocks, and its libraries take about half a gigabyte: a plan fills at most
+Caveats: the allocator of a GPU keeps free blocks, and its libraries take about half a gigabyte: a plan uses at most
 90 % of a card. A folder of the hub's cache may hold the config and no weights afterwards; loading the model completes
 it. Several cards hold a model by layers, one after the other, which is no faster than one.
 """

@@ -1,7 +1,7 @@
 """The number of sinks of each row of a run, summed up while the run goes on.
 
-A run of an 8B model with 256 steps of 1,200 positions has 1.26 GB of sink scores a row. A ledger keeps one number of
-them, so `SinkSums` takes the steps as they come and keeps sums (`Record.reduce`).
+A run of an 8B model with 256 steps of 1,200 positions has 1.26 GB of sink scores a row. A ledger keeps one number
+per row, so `SinkSums` takes the steps as they come and keeps sums (`Record.reduce`).
 """
 
 import numpy as np

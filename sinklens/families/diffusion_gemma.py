@@ -8,9 +8,10 @@ decoder with the same layers works on a canvas of random tokens, which sees the 
 - The encoder's points are ``encoder.hook_embed``, ``encoder.blocks.{l}.…`` and ``encoder.ln_final.…``; they are reached
   in the first step of a canvas. The decoder reads the encoder's keys and values as hooks left them, and nothing else: a
   later edit in the encoder's last layer has no effect.
-- ``hook_pattern`` of the decoder has the canvas's queries, and as keys those of the text in reach and of the canvas;
-  ``hook.key_positions`` gives their positions in the text. A recorded score is at its position; positions out of reach
-  are NaN. ``track.on_canvas`` splits the scores into those of the canvas and those of the text before it.
+- ``hook_pattern`` of the decoder has the canvas's queries, and the keys of the canvas and of the text that the layer's
+  window reaches; ``hook.key_positions`` gives their positions in the text. A recorded score is at its position;
+  positions out of reach are NaN. ``track.on_canvas`` splits the scores into those of the canvas and those of the text
+  before it.
 - In a single pass, ``model(ids)``, the last ``canvas_length`` tokens are the canvas, and the logits are those of the
   canvas; ``self_conditioning=`` gives the logits of the step before.
 - ``run.undecided`` marks noise; ``track.decided``, ``track.renoised`` and ``track.edited`` follow a position from step

@@ -5,8 +5,8 @@ request is closed after `PATIENCE` seconds, however slowly it sends. Above `MOST
 the oldest that has no request under way, once that one has been silent for `GRACE` seconds: a request that was sent but
 not yet read is always answered. Too many requests are refused with 503 (security.py).
 
-A timer runs after the data that arrived before it was read. So no connection is closed outside one: closing a
-connection with unread data resets it.
+A timer runs after the data that arrived before it was read. So connections are closed only in such a timer:
+closing a connection with unread data resets it.
 
 Limitation: where a process may open fewer than `MOST` files, further connections wait until others have ended.
 """

@@ -132,7 +132,7 @@ class KeepSinks(Policy):
     It asks what a cache owes to its sinks. A detector finds sinks in the scores of the step before, in each layer: a
     position that is a sink of any head counts. Outside the block, either the sinks are computed and the others stale
     (`others="stale"`), or the sinks are stale and the others hidden (`others="gone"`). The negation,
-    ``~KeepSinks(...)``, exchanges sinks and others. It approximates as `DualCache` does, with these exceptions, and the
+    ``~KeepSinks(...)``, exchanges sinks and others. With these exceptions, it approximates as `DualCache` does, and the
     first step of a block computes everything.
 
     Pitfall: a key that is hidden has no attention, so it cannot become a sink again before the next complete step.

@@ -7,8 +7,8 @@ answer x of L tokens, a mask M of k of them and the loss ℓ(M) = −Σ_{i ∈ M
 
 *Count* draws k and then M (Nie et al., 2502.09992, eq. 6; LLaDA's eval_llada.py). A batch of b draws shares one random
 start: their k are spread over 1 … L in steps of L / b. *Rate* draws t in (0, 1] and masks each token with probability
-t, with weight 1 / t; the t of a batch are spread in the same manner (Dream's and SMDM's scripts). Its masks vary more
-at the same t.
+t, with weight 1 / t; the t of a batch are spread in the same manner (Dream's and SMDM's scripts). The number of
+masks varies even at the same t.
 
 A draw depends on the seed, the prompt, the number of answer tokens, the block and its own index, and on nothing else:
 every condition, and every model with the same tokenizer, gets the same masks, and so do answers of equal length.
