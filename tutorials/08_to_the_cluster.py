@@ -310,9 +310,9 @@ print(shell("sinklens table mixed"))
 #     sinklens lm-eval --model sinklens --tasks gsm8k --apply_chat_template \
 #         --model_args pretrained=GSAI-ML/LLaDA-8B-Instruct,mask_sinks=5,gen_length=256,steps=256,block_length=32
 #
-# In Python this is `lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])`. Generating tasks
-# are supported. Tasks that compare likelihoods are refused, because a diffusion model gives only bounds on them. The
-# harness's response cache is refused too, because it ignores the intervention.
+# In Python this is `lm_eval.simple_evaluate(SinklensLM(model, MaskSinks(top_k=5)), tasks=["gsm8k"])`. Tasks that
+# compare likelihoods work too; those of a diffusion model are estimated bounds. The harness's response cache is
+# refused, because it ignores the intervention.
 #
 # ## Programs that a model wrote
 #

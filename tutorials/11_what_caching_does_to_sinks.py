@@ -35,7 +35,7 @@ exact = sinklens.generate(model, prompts, block_length=8)
 # ## One run under a policy
 #
 # `DualCache` computes everything in the first step of a block, and then only the block. The track of such a run also
-# has `fresh` and `staleness`: which keys a step computed, and how many steps ago the others were.
+# has `fresh` and `staleness`: which keys a step computed, and how many steps old the others are.
 
 # %%
 run = sinklens.generate(model, prompts, block_length=8, cache=DualCache())
