@@ -41,10 +41,10 @@ def modulated(
 
 
 def times_of(tree: Any, time: Time, rows: int, device: torch.device) -> Float[Tensor, " batch"] | None:
-    """The noise level of each of `rows` as the network reads it; None for one that is not conditioned on it.
+    """The noise level of each of `rows` as the network reads it; None if it is not conditioned on it.
 
     Raises:
-        SettingError: the network reads it and `time` is missing or does not fit, or it is not conditioned on it.
+        SettingError: `time` is missing or does not fit, or it is given and the network is not conditioned on it.
     """
     architecture = tree.architecture
     if not architecture.time:

@@ -279,7 +279,7 @@ class SamplerPoint(Point):
     """A point of the sampler.
 
     Attributes:
-        reached: the last step in which the sampler came to it; None before that. Samplers differ in the points that
+        reached: the last step in which the sampler reached it; None before that. Samplers differ in the points that
             they pass, and one that they never pass would otherwise look like one that a step has passed already.
     """
 

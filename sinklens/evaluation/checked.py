@@ -50,7 +50,7 @@ def evaluations(ledger: str | Path) -> list[LedgerRun]:
     """Every run of an evaluation's ledger.
 
     Raises:
-        LedgerError: the ledger holds no run, is damaged, or holds a run that is none of an evaluation.
+        LedgerError: the ledger holds no run, is damaged, or holds a run of something else.
     """
     runs = LedgerRun.all(Path(ledger))
     for run in runs:

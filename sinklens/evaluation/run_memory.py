@@ -57,7 +57,7 @@ class RunPlan:
         model, settings: the model's name and the sampler's settings.
         batch_size, prompt_length: rows, and positions of the longest prompt.
         parameters: number of parameters.
-        quantization: name of the quantization; of a checkpoint that is stored quantized, its own.
+        quantization: name of the quantization, or of that in which the checkpoint is stored.
         alternatives: `weights` by quantization.
         weights: the weights.
         step: the peak of a pass and the sampler's decisions, above weights and keys.
