@@ -18,6 +18,7 @@ last bits of a token's result therefore depend on which other tokens have the sa
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from sinklens.errors import SettingError
 from sinklens.hooks.architectures import Experts
 from sinklens.hooks.offload import class_forward, value_of
-from sinklens.hooks.points import Point, Tap, at
+from sinklens.hooks.points import Point, Tap, read_at
 
 
 class Routing(NamedTuple):
@@ -108,11 +109,8 @@ class ExpertTaps:
         Tap(undo, shown, lambda: mixed.register_forward_hook(self._mix).remove)
         if experts.logits:
             scored = router.get_submodule(experts.logits)
-            Tap(undo, shown, lambda: scored.register_forward_hook(self._score).remove)
-
-    def _score(self, _module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        """Logits that the router computes in a module of its own, and reads itself."""
-        return self._through(self.points.hook_router_logits, output)
+            through = partial(self._through, points.hook_router_logits)  # the router itself reads these logits
+            Tap(undo, shown, lambda: scored.register_forward_hook(lambda _, __, logits: through(logits)).remove)
 
     def _enter(self, _module: nn.Module, inputs: tuple[Tensor]) -> None:
         self.shape = inputs[0].shape[:2]
@@ -157,5 +155,7 @@ class ExpertTaps:
             alone,
             torch.ones_like(alone, dtype=weights.dtype),
         )
-        shown = at(point, each.unflatten(0, (*self.shape, -1)))
+        shown, only_read = read_at(point, each.unflatten(0, (*self.shape, -1)))
+        if only_read:
+            return None
         return (shown.flatten(0, 1) * weights[..., None]).sum(dim=1).to(output.dtype)

@@ -15,9 +15,10 @@ Axes use the project's glossary: ``batch step layer head query key pos d_model d
 key/value heads, of which there are fewer than ``head`` in grouped-query attention; ``expert`` counts the experts of a
 layer, ``k`` those that a token is sent to.
 
-Caveat: watching can change the last bits of a value, at these points only: the points of the norms and ``hook_result``
-recompute the result of their module, as does ``hook_expert_out``; ``hook_attn_scores`` and ``hook_pattern`` use another
-attention kernel, and ``hook_logits`` passes more rows through the head.
+Caveat: reading a value changes no bit of a run, except that ``hook_logits`` passes more rows through the head. Where a
+hook changes a value, or gradients are recorded, the points of the norms, ``hook_result`` and ``hook_expert_out``
+recompute the result of their module, and ``hook_attn_scores`` and ``hook_pattern`` use another attention kernel; these
+round differently. An edit through ``.data`` or NumPy goes unseen there: PyTorch does not count it as a write.
 """
 
 import re

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
@@ -52,6 +53,7 @@ class Watch:
         masks: its points ``hook_attn_mask``, in the order of the layers.
         hooked: the points that have hooks, or had some when the last pass began.
         served: whether a trace block runs in step with the model.
+        recompute: whether results are recomputed from values that hooks left unchanged, too; see `read_at`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Watch:
         self.points: list[Point] = []
         self.masks: list[Point] = []
         self.hooked: set[Point] = set()
-        self.served = False
+        self.served = self.recompute = False
         self._held = Counter[Point]()  # points that `armed` blocks need
 
     def follow(self, handover: "Handover") -> None:
@@ -295,3 +297,19 @@ class SamplerPoint(Point):
 def at(point: Point, value: "Tensor") -> "Tensor":
     """`value`, passed through `point` if the point is watched."""
     return point(value) if point.watched else value
+
+
+def writes(value: "Tensor") -> int | None:
+    """Number of in-place writes to `value`; None under torch.inference_mode, where PyTorch does not count them."""
+    return None if value.is_inference() else value._version
+
+
+def read_at(point: Point, value: "Tensor") -> tuple["Tensor", bool]:
+    """As `at`, and whether the value is known to be unchanged, without gradients.
+
+    A module's own result can then stand, where that of a recomputation differs in its last bits.
+    """
+    before = writes(value)
+    shown = at(point, value)
+    unknown = point.watch.recompute or before is None or value.requires_grad or shown.requires_grad
+    return shown, not unknown and writes(value) == before and (shown is value or torch.equal(shown, value))

@@ -47,9 +47,6 @@ def split(undo: ExitStack, whole: Any) -> None:
     for number, letter in enumerate(LETTERS):
         whole.add_module(letter, Slice(whole, number))
         undo.callback(delattr, whole, letter)
-    whole.__class__ = type(cls.__name__, (cls,), {"forward": _joined, "__module__": cls.__module__})
+    joined = {"forward": lambda self, x: torch.cat([self.get_submodule(letter)(x) for letter in LETTERS], dim=-1)}
+    whole.__class__ = type(cls.__name__, (cls,), joined | {"__module__": cls.__module__})
     undo.callback(setattr, whole, "__class__", cls)
-
-
-def _joined(self: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos out"]:
-    return torch.cat([self.get_submodule(letter)(x) for letter in LETTERS], dim=-1)

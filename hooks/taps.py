@@ -3,8 +3,8 @@
 transformers' forward code does the computation. A *tap* is a PyTorch hook on one of its modules that passes the value
 through a point while the point is watched; it is installed while the point is armed (points.py). Two places need more.
 A block with an armed point runs a rewritten forward, because ``hook_resid_mid`` must reach both the residual sum and
-the norm. A norm is recomputed from its input while its scale or normalized stream is watched; the result then differs
-from the fused one by rounding.
+the norm. A norm is recomputed from its input while its scale or normalized stream is watched; the result differs by
+rounding, and is used only if a hook changed a value or gradients are recorded.
 
 Pitfall: other libraries set a `forward` on the instance of a layer, which hides the forward of the class. accelerate
 wraps the forward that it finds and keeps it in ``_old_forward``; nnsight's controller keeps the forward of the class.
@@ -27,7 +27,7 @@ from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.modulation import BLOCK
 from sinklens.hooks.offload import form_of, value_of, weight_of
-from sinklens.hooks.points import Point, Tap, at
+from sinklens.hooks.points import Point, Tap, at, read_at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
@@ -212,8 +212,12 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Ar
         x = inputs[0].float()
         if architecture.centered:
             x = x - x.mean(-1, keepdim=True)
-        scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, architecture.eps)).sqrt())
-        normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
+        scale, scale_read = read_at(
+            points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, architecture.eps)).sqrt()
+        )
+        normalized, normalized_read = read_at(points.hook_normalized, (x / scale).to(output.dtype))
+        if scale_read and normalized_read:
+            return None
         scaled = weight_of(norm) * normalized
         return scaled if points.b is None else scaled + points.b
 
@@ -232,7 +236,10 @@ def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "Attentio
             return None
         result = points.head_results(inputs[0])
         before = None if form_of(module) is None else result.sum(dim=-2)
-        summed = points.hook_result(result).sum(dim=-2)
+        shown, only_read = read_at(points.hook_result, result)
+        if only_read:
+            return None
+        summed = shown.sum(dim=-2)
         if before is not None:
             return output + (summed - before)
         bias = value_of(module, "bias")

@@ -6,7 +6,8 @@ watched:
 - none: transformers' fused attention, unchanged;
 - ``hook_attn_mask``: fused attention with the edited additive mask;
 - ``hook_sink_scores``: fused attention and its log-sum-exp, from which the column sums follow (column_sums.py);
-- ``hook_attn_scores`` or ``hook_pattern``: the map is formed explicitly, and edits of it take effect.
+- ``hook_attn_scores`` or ``hook_pattern``: the map is formed explicitly, and edits of it take effect; if it is only
+  read, the output is that of fused attention.
 
 Padding is neither key nor query: its column and its row of the pattern are 0. A fused kernel computes another value for
 a padding query, which no real position reads.
@@ -16,8 +17,7 @@ With a normalizer other than softmax (normalizers.py) the map is always explicit
 ``hook_sink_scores`` describes the attention that was used, so it comes after the pattern. A trace block that already
 waits for it when attention begins is served before the pattern instead, so both orders of reading work.
 
-Caveat: the explicit path computes a pattern with another kernel than the fused one; in float32 the two agree to about
-1e-6, not bit for bit.
+Caveat: a pattern comes from another kernel than the fused one; in float32 the two agree to about 1e-6, not bit for bit.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sinklens.errors import ReadOnlyHookError
+from sinklens.errors import ReadOnlyHookError, require
 from sinklens.hooks.attention import fused
 from sinklens.hooks.attention.blocks import rule_of
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.attention.layer_sums import Waiting
-from sinklens.hooks.attention.masks import bias_of, known_bias, writes
+from sinklens.hooks.attention.masks import bias_of, known_bias
 from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
-from sinklens.hooks.points import at
+from sinklens.hooks.points import at, read_at, writes
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints
@@ -269,12 +269,13 @@ def _wants_sums(points: "AttentionPoints") -> bool:
 
 
 def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Float[Tensor, "batch head query d_head"]:
-    """Attention through the map, so that scores and pattern can be read and edited."""
-    scores = at(points.hook_attn_scores, _scores(operands))
-    pattern = at(points.hook_pattern, _pattern(operands, scores))
+    """Attention through the map, so that scores and pattern can be read and edited; fused if they were only read."""
+    scores, scores_read = read_at(points.hook_attn_scores, _scores(operands))
+    pattern, pattern_read = read_at(points.hook_pattern, _pattern(operands, scores))
     if sinks and _wants_sums(points):
         _show_sums(points, operands, pattern)
-    return torch.matmul(pattern, operands.value)
+    fused_too = scores_read and pattern_read and operands.normalize is softmax
+    return _fused(operands) if fused_too else torch.matmul(pattern, operands.value)
 
 
 def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
@@ -329,11 +330,12 @@ def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key
     if sums is not None:
         sums.put(points.hook_sink_scores, scores)
     shown = at(points.hook_sink_scores, scores)
-    if shown is not scores or writes(scores) != before:
-        raise ReadOnlyHookError(
-            f"{points.hook_sink_scores.name} only reports what attention did; to change it, "
-            f"edit hook_attn_mask (add -inf to a key) or hook_pattern of the same layer."
-        )
+    require(
+        shown is scores and writes(scores) == before,
+        f"{points.hook_sink_scores.name} only reports what attention did; to change it, edit hook_attn_mask (add -inf "
+        f"to a key) or hook_pattern of the same layer.",
+        ReadOnlyHookError,
+    )
 
 
 def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, queries: int) -> None:
@@ -344,11 +346,12 @@ def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, que
     else:
         fresh = (torch.arange(key.shape[2], device=key.device) >= key.shape[2] - queries).expand(key.shape[0], -1)
         fresh = fresh if mask is None else fresh & mask[:, 0, -1]
-    if not torch.equal(points.hook_fresh(fresh.clone()), fresh):
-        raise ReadOnlyHookError(
-            f"{points.hook_fresh.name} only reports which keys are computed; to choose them, write a policy "
-            f"(sinklens.sampling.Policy) and pass it as cache=."
-        )
+    require(
+        torch.equal(points.hook_fresh(fresh.clone()), fresh),
+        f"{points.hook_fresh.name} only reports which keys are computed; to choose them, write a policy "
+        f"(sinklens.sampling.Policy) and pass it as cache=.",
+        ReadOnlyHookError,
+    )
 
 
 def attention_mask(

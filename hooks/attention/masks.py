@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.hooks.points import Point, SamplerPoint, Watch
+from sinklens.hooks.points import Point, SamplerPoint, Watch, writes
 
 Mask = Float[Tensor, "batch head #query key"]
 
@@ -63,11 +63,6 @@ def known_bias(point: Point, like: Tensor) -> Mask | None:
     """The value of ``hook_attn_mask`` that was made before the pass; layers may be on several devices."""
     bias = point.watch.biases.get(point)
     return None if bias is None else bias.to(like)
-
-
-def writes(value: Tensor) -> int | None:
-    """Number of in-place writes to `value`; None under torch.inference_mode, where PyTorch does not count them."""
-    return None if value.is_inference() else value._version
 
 
 def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point, Mask | None]:

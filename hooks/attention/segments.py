@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, require
 from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK, PassKind
 from sinklens.utils.integers import as_integer
 
@@ -70,14 +70,15 @@ def single_pass(mode: Any, block_start: Any, length: int, adapted: bool) -> Pass
     """
     if mode is None and block_start is None:
         return PassKind()
-    if mode not in (*CAUSAL, *IN_BLOCK):
-        raise SettingError(
-            f"mode must be one of {', '.join(map(repr, (*CAUSAL, *IN_BLOCK)))}; got {mode!r}. Without a mode and a "
-            f"block_start, a pass sees all tokens."
-        )
+    require(
+        mode in (*CAUSAL, *IN_BLOCK),
+        f"mode must be one of {', '.join(map(repr, (*CAUSAL, *IN_BLOCK)))}; got {mode!r}. Without a mode and a "
+        f"block_start, a pass sees all tokens.",
+    )
     if mode in CAUSAL:
-        if block_start is not None:
-            raise SettingError(f"a {mode!r} pass is causal everywhere, so it has no block; leave block_start= out.")
+        require(
+            block_start is None, f"a {mode!r} pass is causal everywhere, so it has no block; leave block_start= out."
+        )
         return PassKind(mode, ())
     first = as_integer(block_start)
     if first is None or not 0 <= first < length:

@@ -27,7 +27,8 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
         model = load(one, **chosen)
         dtype = {"dtype": str(model.cfg.dtype).removeprefix("torch.")}  # of a model that was loaded before
         source, as_loaded = (one, chosen) if isinstance(one, str | Path) else (model.name, dtype)
-        entry = LabModel(_name(source), model, _loading(source, as_loaded))
+        name = Path(source).name if Path(source).is_dir() else str(source)  # of a folder, its last part
+        entry = LabModel(name, model, _loading(source, as_loaded))
         require(
             entry.name not in {other.name for other in found},
             f"the lab has the model {entry.name} already; give each model once.",
@@ -35,11 +36,6 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
         )
         found.append(entry)
     return found
-
-
-def _name(given: str | Path) -> str:
-    """The name as given; of a folder, its last part."""
-    return Path(given).name if Path(given).is_dir() else str(given)
 
 
 def _loading(given: str | Path, options: Mapping[str, Any]) -> str:

@@ -72,7 +72,10 @@ class RunOutcome:
             answer=run.answers[0],
             sampler=run.settings.name,
             settings=asdict(run.settings),
-            attrs={name: _plain(value) for name, value in run.sinks.data.attrs.items()},
+            attrs={
+                name: value.item() if isinstance(value, np.generic) else value
+                for name, value in run.sinks.data.attrs.items()
+            },
             time=None if run.time is None else run.time[0].tolist(),
             kinds=run.kinds if run.model.tree.changes_attention else (),
         )
@@ -155,11 +158,6 @@ class RunOutcome:
         parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
         kinds = _kinds(record.get("kinds", []), len(arrays["canvas"]) - 1, arrays["canvas"].shape[1])
         return cls(answer=Answer(**record["answer"]), time=record.get("time"), kinds=kinds, **parts)
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy number as a Python number."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _kinds(given: Any, steps: int, pos: int) -> tuple[PassKind, ...]:

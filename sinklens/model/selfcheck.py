@@ -51,6 +51,7 @@ def check(tree: HookTree, causal: bool) -> None:
     tokens = TOKENS if blocks is None else min(max(TOKENS, blocks.length + 2), LONGEST)  # more than one block
     run: Run = partial(_canvas_logits if tree.architecture.encoder else _logits, tree)
     seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
+    tree.watch.recompute = True  # what the check changes and what it only reads then take the same way
     with torch.no_grad():
         plain = run(1, tokens, [])
         require(
@@ -66,6 +67,7 @@ def check(tree: HookTree, causal: bool) -> None:
             _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
         _check_patterns(tree, seen, "", causal, blocks)
         silent = _silent(tree, run)
+    tree.watch.recompute = False
     if not any(value.any() for name, (value,) in seen.items() if name.endswith("hook_mlp_out")):
         silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide these edits
     require(

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import SettingError, SinklensError, require
 from sinklens.hooks.attention.layer_sums import LayerSums
 from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns, resolve
@@ -149,8 +149,10 @@ class SinkRecorder:
             SettingError: the record names no queries for this step.
         """
         if self._queries is not None:
-            if step >= self._queries.shape[1]:
-                raise SettingError(f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.")
+            require(
+                step < self._queries.shape[1],
+                f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.",
+            )
             self._tree.watch.describe(counted=self._queries[:, step])
         for layer in sorted({layer for at, layer in self._wanted if at == step or (self._causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
@@ -301,11 +303,10 @@ def _chosen_queries(
         SettingError: they do not fit the run, or a step does not compute every query.
     """
     bidirectional = not (tree.causal or tree.architecture.encoder or tree.attention_blocks or tree.changes_attention)
-    if partial or not bidirectional:
-        raise SettingError(
-            "queries= is for bidirectional models without a cache policy, whose steps compute every query; leave it "
-            "out."
-        )
+    require(
+        bidirectional and not partial,
+        "queries= is for bidirectional models without a cache policy, whose steps compute every query; leave it out.",
+    )
     chosen = queries.cpu() if isinstance(queries, Tensor) else torch.from_numpy(np.asarray(queries).copy())
     if (len(chosen), chosen.shape[2]) != tuple(real.shape):
         raise SettingError(
@@ -353,10 +354,10 @@ def _filled(
 
 def _within(place: StepLayer, steps: int, layers: int) -> StepLayer:
     step, layer = place
-    if not (-steps <= step < steps and -layers <= layer < layers):
-        raise SettingError(
-            f"patterns takes (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
-        )
+    require(
+        -steps <= step < steps and -layers <= layer < layers,
+        f"patterns takes (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers.",
+    )
     return step % steps, layer % layers
 
 

@@ -29,8 +29,7 @@ class Record:
         quantities: recorded in addition to the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable
             rank of head outputs), or custom `Quantity` objects.
         patterns: (step, layer) pairs whose full attention patterns are kept in ``run.patterns``; negative numbers count
-            from the end. Recording a pattern uses explicit attention, which can change the last bits of the logits.
-            Under a cache policy, rows of queries that the step did not compute are NaN.
+            from the end. Under a cache policy, rows of queries that the step did not compute are NaN.
         out: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
         queries: a boolean array [batch, step, pos]; the scores of a step sum over these queries only. None for all. For

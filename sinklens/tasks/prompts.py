@@ -194,8 +194,11 @@ def before_end(ids: Ids, end_ids: Collection[int]) -> Ids:
 
 def _sample(entry: Mapping[str, Any], where: str, number: int) -> Sample:
     name = entry.get("id", f"prompts/{number}")
-    if not isinstance(name, str) or not name:
-        raise TaskError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
+    require(
+        isinstance(name, str) and name,
+        f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.",
+        TaskError,
+    )
     prompt = _prompt(entry, where)
     require("expected" in entry, f"{where}: no 'expected'; write lines such as {LINES}.", TaskError)
     expected = _text_or_ids(entry["expected"], "expected answer", where)

@@ -111,7 +111,7 @@ def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Pa
     attributes = material.track.data.attrs
     info = {
         **numbers.info(scores.steps),
-        "model": _name(attributes),
+        "model": spelled(str(attributes.get("model", "")).rstrip("/").rpartition("/")[2]) or "a run",
         "facts": [*_facts(material.track, numbers), *material.facts],
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
@@ -130,10 +130,6 @@ def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Pa
     }
     late = "".join(patterns.blocks) + circuitsvis_chunk()
     return REPORT.document(data=json_block("info", info) + "".join(scores.blocks), late=late)
-
-
-def _name(attributes: Mapping[str, Any]) -> str:
-    return spelled(str(attributes.get("model", "")).rstrip("/").rpartition("/")[2]) or "a run"
 
 
 def _facts(track: SinkTrack, numbers: Numbers) -> list[tuple[str, str]]:

@@ -70,6 +70,8 @@ def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(mod
         row = ".".join("{l}" if part.isdecimal() else part for part in name.split("."))
         assert list(cache[name].shape) == [sizes[axis] for axis in axes[row].split()]
     close(logits, plain.logits)
+    with torch.no_grad():  # what is only read changes no bit
+        assert torch.equal(model.run_with_cache(ids, attention_mask=real)[0], model(ids, attention_mask=real))
 
 
 ADDED_POINTS = ("hook_attn_mask", *names.READ_ONLY)
