@@ -1,6 +1,6 @@
 """What a run of the lab is: everything that decides its canvas, read from a request and written to its record.
 
-The arguments that a run of the lab shares with `sinklens.generate` are checked by its types.
+The arguments that a run of the lab shares with `sinklens.generate` are checked by the types declared there.
 
 A `RunSpec` contains the specification of the run that it replays, so it can be repeated and printed as Python
 even after that run was removed.

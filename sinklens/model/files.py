@@ -125,7 +125,7 @@ def _of_gguf(path: Path) -> Path:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of a snapshot in the hub's cache, whose folder is called so; None for other folders."""
+    """The commit of a snapshot in the hub's cache, which is its folder's name; None for other folders."""
     is_commit = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
     return folder.name if is_commit else None
 

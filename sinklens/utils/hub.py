@@ -16,7 +16,7 @@ ON_DISK = (".json", ".nc", ".pt", ".safetensors", ".zarr")
 
 
 def local(path: str | Path, revision: str | None, files: Sequence[str]) -> Path:
-    """`path` if it exists or cannot be a name on the hub, else the local folder of the hub's with `files`.
+    """`path` if it exists or cannot be a name on the hub, else the local copy of the folder on the hub, with `files`.
 
     Raises:
         CheckpointError: the files could not be downloaded, a revision of a local path, or a path into an existing
