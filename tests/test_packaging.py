@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from test_layers import MODULES
 
+from sinklens import interventions
 from sinklens.cli.app import COMMANDS
+from sinklens.sinks import detectors
 from sinklens.utils.progress import Progress
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -142,6 +145,13 @@ def test_signatures_are_plain_and_functions_that_draw_take_axes_and_steps_are_th
     assert [name for name, signature in _signatures() if "Annotated" in str(signature)] == []
     chosen = {name: signature for name, signature in _signatures() if "only_steps" in signature.parameters}
     assert [name for name, signature in chosen.items() if "settings" not in signature.parameters] == []
+
+
+@pytest.mark.parametrize("name", ["Ablate", "HideKeys", "MaskSinks", "SkipLayers"])
+def test_the_examples_of_a_docstring_are_accepted(name):
+    names = vars(detectors) | vars(interventions)
+    examples = re.findall(rf"^ +({name}\(.*?\))(?:  #.*)?$", names[name].__doc__, flags=re.MULTILINE)
+    assert [repr(eval(example, names)) for example in examples] != []
 
 
 def test_dependencies_are_pinned_inside_their_ranges():

@@ -90,12 +90,11 @@ def test_a_map_names_the_unit_of_its_scores():
     np.testing.assert_allclose(ax.get_images()[0].get_array()[0], [0.2, 0.225, 0.8 / 3, 0.8, 0.7], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
 def test_steps_missing_from_a_row_are_blank():
     score = np.concatenate([with_sinks([[[2]], [[3]]])] * 2)
     score[1, 1] = np.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ax = sink_map(planted_track(score), row=1)
+    ax = sink_map(planted_track(score), row=1)
     assert np.ma.getmaskarray(ax.get_images()[0].get_array())[1].all()
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [2, np.nan])
 
@@ -113,15 +112,14 @@ def test_a_runs_labels_are_its_final_tokens_and_named_tracks_are_titled(tiny_lla
     assert figure._suptitle.get_window_extent().width < figure.bbox.width
 
 
+@pytest.mark.filterwarnings("error")
 def test_awkward_tokens_are_shown_verbatim():
     """Two dollar signs do not start a formula, and a character missing from the font is shown by its code point."""
     track = planted_track(with_sinks([[[2]]]), token_id=np.array([[[3, 4, 5, 6, 7, 8, 9, 10, 1, -1]]]), words=AWKWARD)
     names = ["\\$\\frac{", "⏎⏎", "a_b", " _c\\$", "U+4E2D", "␣", "x" * 15 + "…", "\\x1b", "░", "░"]
     assert token_labels(track) == names
     ax = sink_map(track)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ax.figure.canvas.draw()
+    ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == names
     assert "token" in ax.get_xlabel()
 
