@@ -274,8 +274,8 @@ def _explicit(points: "AttentionPoints", operands: Operands, sinks: bool) -> Flo
     pattern, pattern_read = read_at(points.hook_pattern, _pattern(operands, scores))
     if sinks and _wants_sums(points):
         _show_sums(points, operands, pattern)
-    fused_too = scores_read and pattern_read and operands.normalize is softmax
-    return _fused(operands) if fused_too else torch.matmul(pattern, operands.value)
+    only_read = scores_read and pattern_read and operands.normalize is softmax
+    return _fused(operands) if only_read else torch.matmul(pattern, operands.value)
 
 
 def _pattern(operands: Operands, scores: Tensor | None = None) -> Float[Tensor, "batch head query key"]:
