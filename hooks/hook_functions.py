@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError
+from sinklens.errors import HookFunctionError, require
 
 MASK = "hook_attn_mask"
 
@@ -50,13 +50,17 @@ def refuse_kind(value: Any, there: Tensor, what: str, point: str | None) -> None
     Raises:
         HookFunctionError: it is not; the model would fail later, far from the hook, or round differently.
     """
-    if not isinstance(value, Tensor):
-        raise HookFunctionError(f"{what} is {type(value).__name__}; return a tensor, or None to change nothing.")
-    if not same_kind(value, there, point):
-        raise HookFunctionError(
-            f"{what} is {_kind(value)}, but the value at this point is {_kind(there)}; convert it with "
-            f"new.to(value), where value is the one it replaces."
-        )
+    require(
+        isinstance(value, Tensor),
+        f"{what} is {type(value).__name__}; return a tensor, or None to change nothing.",
+        HookFunctionError,
+    )
+    require(
+        same_kind(value, there, point),
+        f"{what} is {_kind(value)}, but the value at this point is {_kind(there)}; convert it with new.to(value), "
+        f"where value is the one it replaces.",
+        HookFunctionError,
+    )
 
 
 def same_kind(value: Any, there: Tensor, point: str | None) -> bool:

@@ -104,9 +104,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 
     >>> nearest("stpes", ["steps", "seed"])
     ' Nearest: steps.'
+    >>> nearest("logits", ["denoise.hook_canvas", "denoise.hook_logits"])
+    ' Nearest: denoise.hook_logits.'
     """
-    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
-    return f" Nearest: {', '.join(close)}." if close else ""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, count, 0.5) or [one for one in known if name[2:] and name in one]
+    return f" Nearest: {', '.join(close[:count])}." if close else ""
 
 
 def calling_frame() -> Any:

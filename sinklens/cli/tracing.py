@@ -32,7 +32,7 @@ def trace(
 
     Args:
         model: shipped name, hub name or folder; see `sinklens models`
-        prompt: the prompt; @FILE reads it from FILE
+        prompt: the prompt; @FILE reads it from FILE, and bash needs $'...' for line breaks written as \\n
         out: folder for answer.txt, sinks.nc, sinks.png and report.html
     """
     from rich.console import Console
@@ -52,7 +52,7 @@ def trace(
     write_figure(out / "sinks.png", sink_path(found.sinks, *most_moving_head(found.sinks)).figure)
     report(found, out / "report.html")
     terminal.show(loaded, found, Console(highlight=False))
-    say("", *(found.text or "").split("\n"), *_remarks(found))
+    say("", *(found.text or "").split("\n"), *_remarks(found, asked))
     say(f"Written to {out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
@@ -71,11 +71,11 @@ def _prompt(given: str) -> str:
         raise SinklensError(f"could not read the prompt from {file}: {error}") from error
 
 
-def _remarks(run: "Generation") -> list[str]:
-    """What equal confidences, and an answer that is empty, unfinished or without an end token, need said."""
-    tied = 0 if run.ties is None else int(run.ties.sum())
-    ordered = f"{tied} positions were chosen among equal confidences, so their order in time is arbitrary."
-    found = [ordered] * bool(tied)
+def _remarks(run: "Generation", prompt: str) -> list[str]:
+    """What equal confidences, a prompt, and an answer that is empty, unfinished or without an end token, need said."""
+    found = ["The prompt has a backslash and an n; for a line break, write $'...\\n...' in bash."] * ("\\n" in prompt)
+    if run.ties is not None and (tied := int(run.ties.sum())):
+        found.append(f"{tied} positions were chosen among equal confidences, so their order in time is arbitrary.")
     for answer in run.answers:
         found += ["The answer is empty."] * answer.empty
         found += [f"{answer.masks} positions are still masked at the end."] * bool(answer.masks)

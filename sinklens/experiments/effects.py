@@ -43,6 +43,9 @@ from sinklens.utils.arguments import Seed, checked
 class Effect:
     """What a change does to runs of the same prompts, as returned by `effect`.
 
+    Its repr counts answers that stay the same in free runs, and shows the KL on the base run's canvases ("under
+    replay"). The keys of a control are counted over rows, steps, layers and heads.
+
     Attributes:
         base, free, replayed: the run without the change, with it, and with it on the base run's canvases.
         free_running, under_replay: `compare` of base with `free` and with `replayed`.

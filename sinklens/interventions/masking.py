@@ -146,7 +146,9 @@ def MaskSinks(
         MaskSinks(5)  # the five strongest keys of every head, sinks or not
         MaskSinks(5, pick="same_mass")  # its control: keys that are no sinks and receive as much attention
 
-    If a detector finds nothing, the run is unchanged, bit for bit, and an `InterventionWarning` says so.
+    Caveat: a hidden key draws no attention, so at the next step it is no sink and is not hidden: the same key is hidden
+    at about every second step. ``source=run, same_step=True`` hides at every step the keys that an unmasked run had
+    there. If a detector finds nothing, the run is unchanged, bit for bit, and an `InterventionWarning` says so.
 
     Args:
         top_k: number of keys per head; 1 if none of `top_k`, `detector` and `where` is given.

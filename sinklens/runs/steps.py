@@ -20,6 +20,10 @@ from sinklens.sampling.state import State
 
 STEP = "denoise.step"
 RUN_ENDED = object()  # served at STEP instead of a number when the run has ended
+NO_OUTPUT = (
+    "model.output is that of a single pass, and a step of a run has none. Its logits are t['denoise.hook_logits']; "
+    "those of the positions that the sampler looks at are model.lm_head.output."
+)
 
 
 class StepServer:
@@ -73,7 +77,7 @@ class StepServer:
                     f"{place!r} holds hook points and has no value of its own; read one of them, such as "
                     f"t[{inside[0]!r}] ({len(inside)} in all, see model.hook_names())."
                 )
-            return HookOrderError(f"{place!r} {why}")
+            return HookOrderError(f"{place!r} {why}" if place else NO_OUTPUT)
 
         self._handover.refuse_late(step, error)
 

@@ -322,6 +322,8 @@ def test_a_decision_that_an_autoregressive_step_does_not_take_cannot_be_edited(t
         (lambda t: t.stop(), SinklensError, r"the run stopped before it began; nothing was generated"),
         (lambda t: [[t["hook_embed"], t[RESID], t["hook_embed"]] for _ in tiny(t).iter[2:4]], HookOrderError, "step 2"),
         (lambda t: [sinklens.generate(tiny(t), PROMPT) for _ in t.steps[:1]], HookOrderError, "tiny-llada is running"),
+        (lambda t: [tiny(t).output.logits for _ in t.steps[:1]], HookOrderError, r"t\['denoise.hook_logits'\]"),
+        (lambda t: [t["logits"] for _ in t.steps[:1]], HookNameError, r"Nearest: denoise\.hook_logits\."),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:model.iter is deprecated")
