@@ -291,10 +291,12 @@ OUTS = {
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("command", OUTS)
 def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_path, monkeypatch):
-    """With a stand-in for the model, which fails when it is reached."""
+    """With a stand-in for the model, which fails when it is reached; a module first imported now would keep it."""
     monkeypatch.chdir(tmp_path)
-    for place in ("sinklens.evaluation.units.load", "sinklens.model.load"):
-        monkeypatch.setattr(place, lambda *given, **more: pytest.fail("the run began"))
+    for place in (
+        "evaluation.units", "analyses.study", "analyses.reproduce", "experiments.sweeps", "runs.session", "model",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"sinklens.{place}.load", lambda *given, **more: pytest.fail("the run began"))
     Path("file").write_text("")
     Path("another").mkdir()
     Path("another", "units", "run-1").mkdir(parents=True)
