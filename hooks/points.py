@@ -307,7 +307,8 @@ def writes(value: "Tensor") -> int | None:
 def read_at(point: Point, value: "Tensor") -> tuple["Tensor", bool]:
     """As `at`, and whether the value is known to be unchanged, without gradients.
 
-    A module's own result can then stand, where that of a recomputation differs in its last bits.
+    A module's own result can then stand, where that of a recomputation differs in its last bits. Comparing a value that
+    a hook returned waits for a GPU.
     """
     before = writes(value)
     shown = at(point, value)

@@ -50,8 +50,8 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
 
     Attributes:
         gen_length: number of answer positions; the last block may be shorter than the others.
-        steps: denoising steps of the complete generation; default `gen_length`. Rounded up to
-            a multiple of the number of blocks; steps that would decide no position are left out.
+        steps: denoising steps of the complete generation; default `gen_length`. Rounded up to a multiple of the number
+            of blocks; steps that would decide no position are left out.
         right_shift_logits: logits at i predict the token at i + 1, for models trained to do so.
     """
 
