@@ -211,9 +211,13 @@ def measures(jumps: Jumps | None) -> tuple[Float[np.ndarray, " lead"], float]:
     """``jump_share`` for every lead, and ``near_tie_share`` (NaN without a jump); NaN without canvases."""
     if jumps is None or not jumps.moved.size:
         return np.full(len(LEADS), np.nan), float("nan")
-    share = np.array([(jumps.moved & (jumps.lead >= least)).mean() for least in LEADS])
     near = (jumps.lead[jumps.moved] < LEADS[1]).mean() if jumps.moved.any() else np.nan
-    return share, float(near)
+    return by_layer(jumps).mean(axis=1), float(near)
+
+
+def by_layer(jumps: Jumps) -> Float[np.ndarray, "lead layer"]:
+    """``jump_share`` of each layer."""
+    return np.stack([(jumps.moved & (jumps.lead >= least)).mean(axis=(0, 2)) for least in LEADS])
 
 
 def trajectories(

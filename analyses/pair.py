@@ -10,10 +10,11 @@ only in their objective and the attention that it needs. A causal model reads ea
 beside all shares.
 
 ``keys`` compares the keys, queries and values of sinks, and of the first position, with the others of the same head, by
-layer. ``matched`` hides sinks or, instead, other keys of the same heads with as much attention. This is possible
-only in heads whose sinks receive at most as much as their other keys. ``fates`` follows every sink of one model into
-another, on the same text: is its position a sink of the same head there, or of another head of that layer? By chance
-alone, some are. So the share is also measured against what the second model makes of *another text* at that position.
+layer. ``layer_costs`` hides the sinks of one layer at a time. ``matched`` hides sinks or, instead, other keys of the
+same heads with as much attention. This is possible only in heads whose sinks receive at most as much as their other
+keys. ``fates`` follows every sink of one model into another, on the same text: is its position a sink of the same head
+there, or of another head of that layer? By chance alone, some are. So the share is also measured against what the
+second model makes of *another text* at that position.
 
 Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
@@ -29,11 +30,12 @@ import xarray as xr
 from annotated_types import Ge, Gt, Le
 
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
-from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, written
+from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, mean_at, written
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.texts import KINDS, PAIRS, Difference, Texts, described
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.interventions.controls import of_mass
+from sinklens.sinks.values import NO_OP
 from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ KEYS = {
     "query_norm": "log2 of the norm of the queries at their positions over that at others",
     "cosine": "mean cosine of the queries with these keys, minus that with others",
     "value_norm": "log2 of what their values write (norm after W_O) over what others write",
+    "no_ops": "share of them whose value writes less than a fifth of the head's median",
 }
 FIRST = {
     "key_norm": "norm of the first position's key over that of others, log2",
@@ -69,6 +72,7 @@ FIRST = {
 }
 """The measures of `KEYS` that the figure shows, and their titles."""
 
+LAYER_COSTS = {"layer_cost": "loss added by hiding the sinks of this layer alone, nats per predicted token"}
 MATCHED = {
     "matched_heads": "share of the heads with a sink whose other keys receive as much attention as their sinks",
     "matched_cost": "loss added by hiding keys of these heads, nats per predicted token",
@@ -100,8 +104,8 @@ class Pair(Texts):
     kinds: tuple[str, ...] = ("any",)
 
     def _of_canvas(self, model: "Model", canvas: TextCanvas, plain: Read, noise: np.random.Generator) -> xr.Dataset:
-        """Also `KEYS` [of, layer], `MATCHED` ([hidden], or no axis), and what `fates` compares: ``sinks`` [layer, head,
-        pos], ``place`` (of `TOKENS`) and ``masked`` [pos].
+        """Also `KEYS` [of, layer], `LAYER_COSTS` [layer], `MATCHED` ([hidden], or no axis), and what `fates` compares:
+        ``sinks`` [layer, head, pos], ``place`` (of `TOKENS`) and ``masked`` [pos].
         """
         sinks = plain.sinks(model.causal, self.epsilon)
         place = np.where(np.isin(kinds_of_vocabulary(model)[canvas.ids.numpy()], KINDS["delimiter"]), 1, 2)
@@ -109,16 +113,18 @@ class Pair(Texts):
         order = torch.from_numpy(noise_of(canvas.ids, self.seed).random(sinks.shape))
         found = super()._of_canvas(model, canvas, plain, noise).assign(of_keys(model, plain, sinks))
         found = found.assign(of_matched(model, canvas, plain, sinks, order))
+        costs = [loss(model, canvas, [hook]) - plain.loss for hook in hiding(sinks)]
+        found = found.assign(layer_cost=("layer", costs))
         states = {"sinks": (PLACES, sinks.float()), "place": ("pos", place), "masked": ("pos", canvas.masked.float())}
         return found.assign(states).assign_coords(
             pos=np.arange(len(place)), of=["sinks", "first position"], hidden=["sinks", "others", "difference"]
         )
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """Those of `Texts`; ``keys``: `KEYS` by layer, of sinks and of the first position; ``matched``:
-        `MATCHED`; ``fates``: `FATES`, for every two models and kind of token.
+        """Those of `Texts`; ``keys``: `KEYS` by layer, of sinks and of the first position; ``layer_costs``:
+        `LAYER_COSTS`; ``matched``: `MATCHED`; ``fates``: `FATES`, for every two models and kind of token.
         """
-        meanings = {"keys": KEYS, "matched": MATCHED}
+        meanings = {"keys": KEYS, "layer_costs": LAYER_COSTS, "matched": MATCHED}
         found, ends = {name: list[dict[str, Any]]() for name in meanings}, []
         for model, data in measured.items():
             for name, measures in meanings.items():
@@ -140,9 +146,11 @@ def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
     """`KEYS` [of, layer] of the sinks and of the first position; NaN for a layer without any."""
     first = torch.zeros_like(sinks)
     first[..., 0] = True
+    writes = written(model, plain)
     values = {
         "key_norm": (log_ratio, plain.key_norms), "query_norm": (log_ratio, plain.query_norms),
-        "cosine": (difference, plain.cosines), "value_norm": (log_ratio, written(model, plain)),
+        "cosine": (difference, plain.cosines), "value_norm": (log_ratio, writes),
+        "no_ops": (mean_at, (writes < NO_OP).double()),
     }  # fmt: skip
     return {
         name: (("of", "layer"), torch.stack([compare(sums, keys).nanmean(dim=-1) for keys in (sinks, first)]))

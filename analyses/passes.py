@@ -183,6 +183,11 @@ def at_and_off(values: Sums, keys: Keys) -> tuple[OfHeads, OfHeads]:
     return at, off
 
 
+def mean_at(values: Sums, keys: Keys) -> OfHeads:
+    """The mean at `keys` of each head; NaN for a head that has none."""
+    return at_and_off(values, keys)[0]
+
+
 def log_ratio(values: Sums, keys: Keys) -> OfHeads:
     """log2 of the mean of `values` at `keys` over that at other keys; NaN for a head that lacks either."""
     at, off = at_and_off(values, keys)

@@ -37,7 +37,7 @@ from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures, places_drawn
+from sinklens.analyses.edits import LEADS, Jumps, by_layer, compared, edited, places_drawn
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.passes import (
@@ -226,8 +226,8 @@ class Texts(Study):
     def of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         """``nats``, ``write_ratio``, ``no_op_share``, ``key_ratio``, ``alignment`` and ``causal``; ``sink_heads``,
         ``first_mass`` and ``first_strongest`` [layer]; ``cost`` and ``removed`` [kind, choice]; ``stale_cost`` and
-        ``stale_mass`` [stale]; ``per_place`` [kind]; ``jump_share`` [edit, lead]. Means over the draws, NaN where there
-        is nothing.
+        ``stale_mass`` [stale]; ``per_place`` [kind]; ``jump_share`` [edit, lead, layer]. Means over the draws, NaN
+        where there is nothing.
         """
         ids = ids_of(model, prompt, self.chat_template, self.longest)
         noise, start = noise_of(ids, self.seed), self._start(model, prompt, ids)
@@ -237,8 +237,9 @@ class Texts(Study):
             of_draw = [self._of_canvas(model, canvas, read(model, canvas), noise) for canvas in texts]
             data: xr.Dataset = xr.concat(of_draw, dim="draw").mean("draw", skipna=True)
             jumps = self._jumps(model, ids, canvases[0], noise, jumps[0])
-            shares = np.array([measures(one)[0] for one in jumps])
-            found.append(data.assign(jump_share=(("edit", "lead"), shares)))
+            none = np.full((len(LEADS), model.cfg.n_layers), np.nan)
+            of_edits = np.stack([none if one is None else by_layer(one) for one in jumps])
+            found.append(data.assign(jump_share=(("edit", "lead", "layer"), of_edits)))
         places: dict[str, Any] = {
             "kind": list(KINDS), "choice": list(CHOICES), "stale": list(STALE), "edit": list(EDITS),
             "lead": list(LEADS),
@@ -346,7 +347,7 @@ class Texts(Study):
             for measure in MEASURES:
                 values = data[measure].mean("layer") if "layer" in data[measure].dims else data[measure]
                 rows += mean_rows(model, measure, values, self.seed, group)
-            for measure in OF_LAYERS:
+            for measure in (*OF_LAYERS, "jump_share"):
                 layers += mean_rows(model, measure, data[measure], self.seed, group)
             for claim, values in self.contrasts(data).items():
                 claims += mean_rows(model, str(claim), _once(values), self.seed, group, claim=True)

@@ -1,6 +1,7 @@
 """The pair: what becomes of a model's sinks in another, counted one by one, and keys measured head by head."""
 
 import importlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,23 +36,42 @@ def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_laye
             np.testing.assert_allclose(shares, [*np.array(ends) / total, total / counts["any"][3]])
 
 
+def hiding(hidden, mask, hook):
+    return mask.masked_fill(hidden, -torch.inf)
+
+
 @torch.no_grad()
 def test_keys_are_measured_in_every_layer_at_sinks_and_at_the_first_position(tiny_llada):
+    """And the loss without the sinks of this layer alone."""
     canvas = TextCanvas(torch.arange(20, 40), torch.arange(20) > 12)
-    found = Pair(epsilon=0.5)._of_canvas(tiny_llada, canvas, read(tiny_llada, canvas), np.random.default_rng(0))
+    plain = read(tiny_llada, canvas)
+    found = Pair(epsilon=0.5)._of_canvas(tiny_llada, canvas, plain, np.random.default_rng(0))
     _, cache = tiny_llada.run_with_cache(canvas.tokens(tiny_llada)[None])
     for layer in (0, 3):
         query, key = (cache[f"blocks.{layer}.attn.hook_{name}"][0] for name in ("rot_q", "rot_k"))
         value = torch.einsum("phd,hdm->phm", cache[f"blocks.{layer}.attn.hook_v"][0], tiny_llada.blocks[layer].attn.W_O)
         sums = cache[f"blocks.{layer}.attn.hook_pattern"][0].sum(dim=-2)
         cosine = torch.nn.functional.cosine_similarity(query[:, None], key[None], dim=-1).mean(dim=0)
-        naive = {"key_norm": key.norm(dim=-1), "query_norm": query.norm(dim=-1), "value_norm": value.norm(dim=-1)}
+        writes = value.norm(dim=-1)
+        naive = {
+            "key_norm": key.norm(dim=-1),
+            "query_norm": query.norm(dim=-1),
+            "value_norm": writes,
+            "no_ops": (writes < 0.2 * writes.median(dim=0).values).float(),
+        }
         for of, chosen in (("sinks", sums > 1.5), ("first position", torch.arange(20).expand_as(sums) == 0)):
             heads = [head for head in range(len(sums)) if chosen[head].any()]
             for name, size in {**naive, "cosine": cosine}.items():
                 pairs = [(size[chosen[head], head].mean(), size[~chosen[head], head].mean()) for head in heads]
-                each = [at - off if name == "cosine" else (at / off).log2() for at, off in pairs]
+                each = [
+                    at - off if name == "cosine" else at if name == "no_ops" else (at / off).log2() for at, off in pairs
+                ]
                 assert found[name].sel(of=of)[layer].item() == pytest.approx(np.mean(each), abs=1e-4)
+        hidden = (sums > 1.5)[:, None] & ~torch.eye(20, dtype=torch.bool)
+        hooks = [(f"blocks.{layer}.attn.hook_attn_mask", partial(hiding, hidden))]
+        rows = tiny_llada.run_with_hooks(canvas.tokens(tiny_llada)[None], fwd_hooks=hooks)[0][canvas.masked]
+        lost = torch.nn.functional.cross_entropy(rows, canvas.ids[canvas.masked]).item() - plain.loss
+        assert found["layer_cost"][layer].item() == pytest.approx(lost, abs=1e-5)
 
 
 def test_sinks_are_compared_with_as_much_attention_only_in_heads_whose_other_keys_hold_it(tiny_llada, monkeypatch):
