@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def trace(
     model: str,
     /,
-    *,
     prompt: str,
+    *,
     out: Path = Path("sinklens-trace"),
     settings: Settings | None = None,
     run: Run | None = None,

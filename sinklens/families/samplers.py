@@ -67,8 +67,11 @@ def read_settings(sampler: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: known[name].read(value) for name, value in chosen.items()}
 
 
-ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}
-"""What TransformerLens and transformers call an argument of a run."""
+ELSEWHERE = {
+    "fwd_hooks": "hooks=", "max_new_tokens": "gen_length=", "do_sample": "temperature=",
+    "names_filter": "hooks=, or names_filter= to model.run_with_cache(run.canvas[:, step])",
+}  # fmt: skip
+"""What TransformerLens and transformers call an argument of a run, and what has its place."""
 
 
 def _unknown(name: str, sampler: type[Sampler]) -> str:

@@ -63,10 +63,7 @@ def test_demo_shows_both_models_and_writes_the_files_it_lists(real, names, steps
 def test_trace_writes_the_answer_the_track_and_the_figures(tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     (tmp_path / "prompt.txt").write_text(PROMPT + r"\n")
-    assert (
-        main(["trace", "tiny-llada", "--prompt", f"@{tmp_path / 'prompt.txt'}", "--out", str(folder), "--steps", "12"])
-        == 0
-    )
+    assert main(["trace", "tiny-llada", f"@{tmp_path / 'prompt.txt'}", "--out", str(folder), "--steps", "12"]) == 0
     assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "report.html", "sinks.nc", "sinks.png"]
     track = SinkTrack.open(folder / "sinks.nc")
     positions = 24 + sinklens.load("tiny-llada").encode(PROMPT + r"\n").ids.shape[1]
