@@ -300,15 +300,14 @@ class Places:
         found = torch.zeros(*value.shape[:2], 1 if reach == "all" else size, width, dtype=torch.bool, device=device)
         rows = torch.zeros(len(value), found.shape[2], dtype=torch.bool, device=device)
         for span in spans:
-            keys = self.at(span.step, layer)
-            if keys is None:
+            if (keys := self.at(span.step, layer)) is None:
                 continue
             own = slice(
                 span.stop - 1 if reach == "newest" else span.start, span.stop
             )  # of the prompt, the last decodes
             found[:, :, own] = keys[:, :, None, :width].to(device)
             rows[:, own] = self._rows_of(span.step)[:, None].to(device)
-        return KeyMask(found, rows) if bool(rows.any()) else None
+        return KeyMask(found, rows) if bool(rows.any() | found.any()) else None
 
 
 def index_mask(indices: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, " index"]:

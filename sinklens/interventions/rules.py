@@ -133,7 +133,9 @@ class Rule:
         return True
 
     def at(self, now: Moment) -> Mask | None:
-        """The places of a step, each axis complete or of size 1; None for nowhere. Padding never counts."""
+        """The places of a step, each axis complete or of size 1; None if nothing is known, so that its complement has
+        no places either. Padding never counts.
+        """
         raise NotImplementedError(f"{type(self).__name__} is a Rule and must define at(self, now).")
 
     def start(self, now: Moment) -> Chooser:
@@ -182,7 +184,7 @@ class Rule:
 class Combined(Rule):
     """The places of all of several rules ("and"), of any of them ("or"), or outside one rule ("not").
 
-    In rows without scores, the complement of a rule has no places.
+    Where one of the rules has no scores, in a row or at a step, the complement of the combination has no places.
     """
 
     rules: tuple[Rule, ...]
@@ -220,12 +222,12 @@ class Combined(Rule):
             length = max(one.mask.shape[-1] for one in known)  # some cover only the text so far
             masks = [torch.nn.functional.pad(one.mask, (0, length - one.mask.shape[-1])) for one in known]
             rows = [one.rows for one in known if one.rows is not None]
-            if self.how == "and":
-                return StepPlaces(reduce(torch.bitwise_and, masks), torch.stack(rows).all(dim=0) if rows else None)
-            judged = torch.stack(rows).any(dim=0) if len(rows) == len(known) else None
-            if self.how == "or":
-                return StepPlaces(reduce(torch.bitwise_or, masks), judged)
-            return StepPlaces(~masks[0] if judged is None else ~masks[0] & judged[:, None, None, None], judged)
+            if len(known) < len(parts):  # one side of "or" has no scores
+                rows.append(now.run.real.new_zeros(len(now.run.real)))
+            judged = torch.stack(rows).all(dim=0) if rows else None
+            if self.how == "not":
+                return StepPlaces(~masks[0] if judged is None else ~masks[0] & judged[:, None, None, None], judged)
+            return StepPlaces(reduce(torch.bitwise_and if self.how == "and" else torch.bitwise_or, masks), judged)
 
         return Chooser(
             found,
@@ -492,6 +494,8 @@ class Where(Rule):
             "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
             "encoder, where no self-conditioning is lost; use the sinks of the previous step.",
         )
+        scored = layers if self.detector is None or self.detector.within_layer else list(range(cfg.n_layers))
+        at = [scored.index(layer) for layer in layers]
         counted = None if self.pick == "strongest" else run.controls.begin(f"{now.name}(pick={self.pick!r})")
         checked = source is None
 
@@ -500,10 +504,10 @@ class Where(Rule):
             if source is not None and not checked:
                 check_prompts(source, run, now.canvas.ids)
                 checked = True
-            seen = self._evidence(now, layers)
+            seen = self._evidence(now, scored)
             if not seen.scores:
                 return None
-            chosen = self.taken(seen, now.step, run, counted, heads)
+            chosen = self.taken(seen, now.step, run, counted, heads, at)[:, at]
             if self.of is not None:
                 chosen = chosen[:, :, heads]
             elif len(layers) < cfg.n_layers:
@@ -512,9 +516,12 @@ class Where(Rule):
                 chosen = complete
             return StepPlaces(chosen, (run.real if seen.there is None else seen.there).any(dim=1))
 
-        past = run.causal and not (self.same_step and source is not None)
-        scored = frozenset() if source is not None or self.same_step else frozenset(layers)
-        return Chooser(found, by_layer=self.of is None, past=past, scored=scored)
+        return Chooser(
+            found,
+            by_layer=self.of is None,
+            past=run.causal and not (self.same_step and source is not None),
+            scored=frozenset() if source is not None or self.same_step else frozenset(scored),
+        )
 
     def _evidence(self, now: Moment, layers: list[int]) -> ScoredStep:
         """The scores of the step that `source` and `same_step` name."""
@@ -537,6 +544,7 @@ class Where(Rule):
         run: RunContext,
         counted: ControlCount | None = None,
         heads: Sequence[int] | None = None,
+        layers: Sequence[int] | slice = slice(None),
     ) -> Bool[Tensor, "batch layer head key"]:
         """The chosen keys of a step, for the layers that have scores.
 
@@ -544,7 +552,8 @@ class Where(Rule):
             seen: the scores, and the canvas that they belong to, which `only`, kinds and detectors need.
             step: the step that the keys are for; random keys depend on it.
             run: the run.
-            counted: counts the keys of a control and those that it controls for, in `heads` (all heads for None).
+            counted: counts the keys of a control and those that it controls for, in `heads` (all heads for None) of
+                `layers`, indices of those that have scores.
 
         Raises:
             SettingError: `top_k` exceeds the number of keys that exist, or something needs unknown data.
@@ -578,7 +587,7 @@ class Where(Rule):
             taken = taken & attends
         if counted is not None:
             of_heads = slice(None) if heads is None else list(heads)
-            requested, picked = (part[:, :, of_heads].sum(dim=-1) for part in (found, taken))
+            requested, picked = (part[:, layers][:, :, of_heads].sum(dim=-1) for part in (found, taken))
             none = (picked.sum(dim=-1, keepdim=True) == 0) & (requested > 0)  # in any head of the layer
             short = none if self.pick == "same_mass" else picked < requested
             counted.add(*(part.flatten(1) for part in (requested, picked, short)))

@@ -173,6 +173,11 @@ class TrackData:
         return self.data["fresh"].any("layer") if "fresh" in self.data else None
 
     @property
+    def with_computed(self) -> xr.Dataset:
+        """The data, with the queries that scores sum over if the track knows them, for a part without all layers."""
+        return self.data if self._computed is None else self.data.assign(computed=self._computed)
+
+    @property
     def running(self) -> xr.DataArray:
         """False at the steps of an autoregressive batch after a row's end token, [batch, step].
 
@@ -265,10 +270,7 @@ class TrackData:
                 TrackError,
             )
             kept[name] = chosen if isinstance(chosen, slice) else list(numbers)
-        data = self.data
-        if "layer" in kept and self._computed is not None:  # the other layers will be gone
-            data = data.assign(computed=self._computed)
-        return type(self)(data.isel(kept))
+        return type(self)((self.with_computed if "layer" in kept else self.data).isel(kept))
 
     def top(self, k: int = 1) -> xr.DataArray:
         """Positions of the `k` strongest keys, strongest first: [batch, step, layer, head, rank].

@@ -49,6 +49,9 @@ class Detector(ABC):
 
     ARGUMENT: ClassVar[str] = "a detector such as TopK(1)"
 
+    within_layer: ClassVar[bool] = False
+    """Whether its sinks of a layer depend on this layer alone, so that a rule for some layers need not score others."""
+
     def __post_init__(self) -> None:
         check_arguments(self)
 
@@ -88,6 +91,8 @@ class EpsilonOverMean(Detector):
         SettingError: an ε of all attention or more, which is 100 in "percent" and 1 in "fraction" and "visible".
     """
 
+    within_layer: ClassVar[bool] = True
+
     epsilon: Number = 3.0
     unit: Unit = "sum"
 
@@ -126,6 +131,8 @@ class TopK(Detector):
     Attributes:
         k: how many keys; only positions that exist are taken.
     """
+
+    within_layer: ClassVar[bool] = True
 
     k: int = 1
 

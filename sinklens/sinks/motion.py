@@ -36,8 +36,7 @@ def strongest_key(track: SinkTrack) -> Float[xr.DataArray, "batch step layer hea
     """
     score = _scores(track).fillna(0)
     strongest = score.argmax("pos")
-    position = strongest.copy(data=score["pos"].to_numpy()[strongest.to_numpy()])
-    return position.where(score.max("pos") > 0)
+    return strongest.copy(data=score["pos"].to_numpy()[strongest.to_numpy()]).where(score.max("pos") > 0)
 
 
 def jumps(track: SinkTrack, found: Bool[xr.DataArray, "batch step layer head pos"] | None = None) -> xr.Dataset:
@@ -319,7 +318,7 @@ def _by_place(marks: Bool[np.ndarray, "batch step layer head pos"]) -> Int[np.nd
 def _pool(track: SinkTrack) -> SinkTrack:
     """A track of one layer and one head whose scores are the mean over all."""
     return SinkTrack(
-        track.data.drop_dims(HEADS).assign(score=track.scores().mean(HEADS).expand_dims(HEADS, axis=(2, 3)))
+        track.with_computed.drop_dims(HEADS).assign(score=track.scores().mean(HEADS).expand_dims(HEADS, axis=(2, 3)))
     )
 
 

@@ -9,7 +9,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks
 from sinklens.sampling import DualCache
-from sinklens.sinks import EpsilonOverMean, Record, SinkTrack, SmallValueNorm, StrongestKeys
+from sinklens.sinks import EpsilonOverMean, MeanPlusStd, Record, SinkRate, SinkTrack, SmallValueNorm, StrongestKeys
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
 
@@ -22,6 +22,7 @@ def keys_of(model, masking, **settings):
 CHOSEN = {
     "strongest": ({"top_k": 3}, StrongestKeys(3)),
     "a detector of more than scores": ({"top_k": None, "detector": SmallValueNorm(0.8)}, SmallValueNorm(0.8)),
+    "a detector of all layers": ({"top_k": None, "detector": SinkRate(0.1)}, SinkRate(0.1)),
 }
 
 
@@ -42,13 +43,16 @@ def test_a_recorded_runs_sinks_are_masked(model, settings, same_step, which):
     assert wanted.any()
 
 
-def test_under_a_cache_policy_a_share_of_the_attention_is_that_of_the_computed_queries(worded):
-    detector = EpsilonOverMean(epsilon=10, unit="percent")
-    masking = MaskSinks(top_k=None, detector=detector)
-    run = sinklens.generate(worded(), PADDED, cache=DualCache(), gen_length=8, block_length=4, hooks=masking)
-    found = run.sinks.detect(detector).to_numpy()
+@pytest.mark.parametrize(
+    ("detector", "cache"),
+    [(EpsilonOverMean(epsilon=10, unit="percent"), DualCache()), (SinkRate(0.1), None), (MeanPlusStd(1.0), None)],
+)
+def test_a_detector_judges_all_layers_and_a_share_of_the_attention_of_the_computed_queries(worded, detector, cache):
+    masking = MaskSinks(top_k=None, detector=detector, layers=[0, 2])
+    run = sinklens.generate(worded(), PADDED, cache=cache, gen_length=8, block_length=4, hooks=masking)
+    found = run.sinks.detect(detector).to_numpy()[:, :-1, [0, 2]]
     assert found.any()
-    np.testing.assert_array_equal(masking.keys(run).to_numpy()[:, 1:], found[:, :-1])
+    np.testing.assert_array_equal(masking.keys(run).to_numpy()[:, 1:, [0, 2]], found)
 
 
 @pytest.mark.fast_cases(1)
@@ -121,8 +125,10 @@ def test_same_step_sees_the_first_block_as_the_model_cards_sampler_does(worded):
 def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
     seen, served = [], []
-    masking = MaskSinks(top_k=5, same_step=True)
-    hooks = [masking, ("blocks.1.hook_mlp_out", lambda value, hook: seen.append(value.clone()))]
+    hooks = [
+        MaskSinks(top_k=5, same_step=True),
+        ("blocks.1.hook_mlp_out", lambda value, hook: seen.append(value.clone())),
+    ]
     with sinklens.trace(tiny_llada, prompt, hooks=hooks, **settings) as t:
         for _ in t.steps:
             served.append(t.hf.model.layers[1].mlp.output if raw else t["blocks.1.hook_mlp_out"])

@@ -217,6 +217,14 @@ def naive_sinks(mass, detector, pooled):
     return [j for j in mass if mass[j] > sum(mass[k] for k in mass if k != j) / max(1, len(mass) - 1) + epsilon]
 
 
+def test_pooled_sinks_have_the_share_of_the_computed_queries():
+    """Half of the queries are computed, so a score of 2 is half of the attention, not a quarter."""
+    data = path([3], strength=2.0).data.assign(
+        fresh=(("batch", "step", "layer", "pos"), np.arange(8)[None, None, None] < 4)
+    )
+    assert motion.centroid(sinklens.SinkTrack(data), EpsilonOverMean(40, unit="percent")).item() == 3
+
+
 def numbers(track, detector=None):
     return motion.motion_table(track, detector).iloc[0].to_dict()
 
@@ -235,8 +243,7 @@ def test_a_constant_sink_is_static_in_every_measure():
 
 def test_the_drift_of_every_other_step_is_still_per_step():
     """Step numbers matter, not the number of steps kept."""
-    track = path([1, 2, 3, 4, 5])
-    assert motion.drift(sinklens.SinkTrack(track.data.isel(step=slice(0, None, 2))))["slope"].item() == 1.0
+    assert motion.drift(path([1, 2, 3, 4, 5]).isel(step=slice(0, None, 2)))["slope"].item() == 1.0
 
 
 def test_moves_between_steps_with_a_sink_are_counted_separately():
