@@ -81,7 +81,8 @@ class ForwardPass:
             the window of a pass that sees a part of the text; None without both.
         active: rows that the step works on; the others wait. None for all.
         undecided: undecided positions that the step works on; None until its canvas is settled, and in a single pass.
-            A sampler without a mask token says so before ``denoise.hook_canvas``.
+            A sampler that marks them itself says so before ``denoise.hook_canvas``.
+        canvas: token ids before hooks at ``denoise.hook_canvas`` edit them; None in a single pass.
         counted: queries that sink scores sum over; None for all.
     """
 
@@ -97,6 +98,7 @@ class ForwardPass:
     decidable: Bool[Tensor, "batch pos"] | None = None
     active: Bool[Tensor, " batch"] | None = None
     undecided: Bool[Tensor, "batch pos"] | None = None
+    canvas: Int[Tensor, "batch pos"] | None = None
     counted: Bool[Tensor, "batch pos"] | None = None
     segments: tuple[range, ...] | None = None
     adapted: bool = False
@@ -151,6 +153,19 @@ class ForwardPass:
 
     def of_rows(self, rows: slice) -> "ForwardPass":
         """The pass for some rows of the batch."""
-        names = ("time", "real", "fresh", "gone", "decidable", "active", "undecided", "counted")
+        names = ("time", "real", "fresh", "gone", "decidable", "active", "undecided", "canvas", "counted")
         found = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value[rows] for name, value in found.items() if value is not None})
+
+
+def undecided_in(
+    edited: Int[Tensor, "batch pos"],
+    canvas: Int[Tensor, "batch pos"],
+    undecided: Bool[Tensor, "batch pos"],
+    mask_id: int,
+) -> Bool[Tensor, "batch pos"]:
+    """The undecided positions of an edited canvas, from those of `canvas`.
+
+    A token that a hook writes decides its position, and a mask makes it undecided; nothing does without a mask token.
+    """
+    return undecided if mask_id < 0 else torch.where(edited != canvas, edited == mask_id, undecided)

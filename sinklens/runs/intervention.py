@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, require
 from sinklens.hooks.attention.layer_sums import LayerSums
-from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.forward_pass import ForwardPass, undecided_in
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.hooks.tree import HookTree
@@ -356,6 +356,8 @@ class Canvas:
         """The hook function of ``denoise.hook_canvas``."""
         if self.now is not None:  # the next step is planned after this point
             self.before = self.now._replace(computed=self._run.forward_pass.computed)
-        marked = self._run.forward_pass.undecided
-        undecided = value == self._run.mask_id if marked is None else marked[:, : value.shape[1]]
+        begun, mask, size = self._run.forward_pass, self._run.mask_id, value.shape[1]
+        undecided = value == mask
+        if begun.undecided is not None and begun.canvas is not None:
+            undecided = undecided_in(value, begun.canvas[:, :size], begun.undecided[:, :size], mask)
         self.now = Snapshot(value.clone(), undecided)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, require
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
-from sinklens.hooks.forward_pass import ForwardPass, PassKind
+from sinklens.hooks.forward_pass import ForwardPass, PassKind, undecided_in
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.decisions import RowNoise, among, chosen_among_equals, probability
@@ -115,11 +115,10 @@ class State:
     def announce(self, step: int) -> None:
         """Describe the pass of `step` to every point, before its canvas is settled."""
         watch = self.tree.watch
-        before = watch.forward_pass if self.steps_done else ForwardPass()
-        kind = self.kind or PassKind("causal" if self.tree.causal else "denoise")
         watch.forward_pass = replace(
-            before, step=step, prompt_length=self.prompt_length, real=self.real, undecided=self.undecided, active=None,
-            **kind._asdict(),
+            watch.forward_pass if self.steps_done else ForwardPass(),
+            step=step, prompt_length=self.prompt_length, real=self.real, undecided=self.undecided, canvas=self.canvas,
+            active=None, **(self.kind or PassKind("causal" if self.tree.causal else "denoise"))._asdict(),
         )  # fmt: skip
 
     def begin_step(self, block: slice | None = None, stop: int | None = None) -> Int[Tensor, "batch pos"]:
@@ -129,16 +128,17 @@ class State:
             block: columns of the active block, for a cache; None for a sampler that decides anywhere in the answer.
             stop: end of the text that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
-        self.step_undecided = self.undecided
         self.tied = torch.zeros_like(self.tied)
         self.active = torch.ones_like(self.active)
         text, point = self.canvas[:, :stop], self.tree.denoise.hook_canvas
         if point.watched:  # a copy, so that edits do not change the last step's result
             text = self.ids_at(point, text.clone())
         self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
-        if self.undecided is not None and self.mask_id >= 0:  # a hook that writes a token decides its position
-            edited = self.step_canvas != self.canvas
-            self.step_undecided = torch.where(edited, self.step_canvas == self.mask_id, self.undecided)
+        self.step_undecided = (
+            None
+            if self.undecided is None
+            else undecided_in(self.step_canvas, self.canvas, self.undecided, self.mask_id)
+        )
         self.tree.watch.describe(undecided=self.undecided_before())
         if self.keys is not None:
             self.keys.plan(self.step_canvas, self.undecided_before(), self.step_canvas != self.canvas, block)

@@ -1,5 +1,6 @@
 """Forced and remasked tokens and an extra token, against hand-made canvases and masks."""
 
+import numpy as np
 import pytest
 import torch
 from building import plain_pass, random_ids, shared_model
@@ -7,7 +8,7 @@ from watching import LONG, PADDED, again, compared, watch
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.interventions import ForceTokens, Remask, SinkToken
+from sinklens.interventions import AblateHeads, ForceTokens, Remask, SinkToken
 
 DIFFUSION = ["llama", "qwen2", "qwen3", "dream"]
 CAUSAL = [{}, {"use_cache": False}]
@@ -15,10 +16,14 @@ MASK = 60
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("architecture", DIFFUSION)
-def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture):
-    run = watch(worded(architecture), PADDED, [ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])], []).run
-    base = watch(worded(architecture), PADDED, [], []).run
+@pytest.mark.parametrize(
+    ("architecture", "settings"), [("dream", {"sampler": "diffullama"}), *((one, {}) for one in DIFFUSION)]
+)
+def test_forced_tokens_are_on_the_canvas_and_decided_from_their_step_on(worded, architecture, settings):
+    hooks = [ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1]), AblateHeads(where="masked", steps=[1])]
+    run = watch(worded(architecture), PADDED, hooks, [], record_sinks=True, **settings).run
+    base = watch(worded(architecture), PADDED, [], [], **settings).run
+    assert np.array_equal(run.chosen[0].places[:, 1, 0, 0], run.undecided[:, 1])
     assert torch.equal(run.canvas[:, 0], base.canvas[:, 0])
     expected = base.canvas[:, 1].clone()
     for row, start in ((0, 3), (1, 0)):
@@ -31,8 +36,9 @@ def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture
 def test_a_forced_token_is_read_even_if_another_was_cached(worded, settings):
     """Forced at step 2: a token of the prompt, one decoded earlier, and one not decoded yet at step 2."""
     model = worded("llama", True)
-    force = ForceTokens(tokens={1: 41, -5: 42, -3: 43}, steps=[2, 3])
-    watched = watch(model, PADDED, [force], ["hook_logits"], **settings)
+    watched = watch(
+        model, PADDED, [ForceTokens(tokens={1: 41, -5: 42, -3: 43}, steps=[2, 3])], ["hook_logits"], **settings
+    )
     base, run = watch(model, PADDED, [], []).run, watched.run
     assert torch.equal(run.canvas[:, 1, :-4], base.canvas[:, 1, :-4])
     for row, start in ((0, 3), (1, 0)):
@@ -134,9 +140,8 @@ def test_in_a_single_pass_the_first_id_is_the_extra_token():
 
 
 def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
-    settings = {"gen_length": 4, "record_sinks": True}
     for model in (tiny_llada, tiny_llama):
-        run = sinklens.generate(model, "Question: Tom has 2 apples.", hooks=SinkToken(), **settings)
+        run = sinklens.generate(model, "Question: Tom has 2 apples.", hooks=SinkToken(), gen_length=4)
         assert run.tokens[0, 0] == (model.special_tokens["start"] or model.special_tokens["end"])[0]
         assert run.sinks.data.sizes["pos"] == run.prompt_length + 4
 
