@@ -164,9 +164,9 @@ class _Patch:
         axis = names.position_axis(name) % value.ndim
         size, first = value.shape[axis], 0
         spans = [QuerySpan(step, 0, size)]
-        if not run.single and (_of_queries(name) or (name == "denoise.hook_logits" and not run.causal)):
+        if _of_queries(name) or (name == "denoise.hook_logits" and not run.causal):
             first = run.forward_pass.first(size)  # with cached blocks, a pass has only the later queries, and logits
-            spans = run.forward_pass.spans(size) if run.causal else spans
+            spans = run.forward_pass.spans(size) if run.causal and not run.single else spans
         elif run.causal and name.startswith("denoise.") and name != CANVAS and not run.single:
             first = run.prompt_length + step  # a single position, the one being decoded
         for span in spans:
@@ -219,10 +219,8 @@ class _Patch:
 
     def _moved(self, part: _Part, here: Tensor, new: Tensor, positions: Sequence[int]) -> Tensor:
         """`here` with values of `new` at `positions`; those outside of `part` belong to other steps."""
-        if self._columns is None:
-            columns = _columns(positions, here.new_ones(len(here), here.shape[part.axis]).bool())
-        else:
-            columns = self._columns.to(here.device) - part.columns.start
+        columns = _columns(positions, self._run.forward_pass.real) if self._columns is None else self._columns
+        columns = columns.to(here.device) - part.columns.start
         changed, source = here.movedim(part.axis, 1).clone(), new.movedim(part.axis, 1)
         require(
             changed.shape[2:] == source.shape[2:],

@@ -158,14 +158,14 @@ def test_a_single_pass_is_patched_as_step_0(causal):
     logits = model(clean)
     kept = Activations(names=["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"])
     model.run_with_hooks(clean, fwd_hooks=kept.hooks_for(model))
-    patch = PatchHooks(source=kept.caches, layers=[1])
-    patched = model.run_with_hooks(corrupted, fwd_hooks=patch.hooks_for(model))
+    patched = model.run_with_hooks(corrupted, fwd_hooks=PatchHooks(source=kept.caches, layers=[1]).hooks_for(model))
     torch.testing.assert_close(patched, logits, atol=1e-5, rtol=0)
     patch = PatchHooks(source=kept.caches, layers=[2], positions=[-1, 2])
-    patched = model.run_with_hooks(corrupted, fwd_hooks=patch.hooks_for(model))
+    padded, real = torch.nn.functional.pad(corrupted, (2, 0)), torch.arange(9)[None] >= 2
+    patched = model.run_with_hooks(padded, attention_mask=real, fwd_hooks=patch.hooks_for(model))
     expected = model(corrupted)
     expected[:, [2, 6]] = logits[:, [2, 6]]
-    torch.testing.assert_close(patched, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(patched[:, 2:], expected, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
