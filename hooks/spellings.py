@@ -91,6 +91,7 @@ class HookCache(ActivationCache):
     Attributes:
         model: the tree of the values, whose `spelled` resolves names.
         windows: point -> the columns of its value, where a cache policy limited the pass to some.
+        real: False on the left padding of the run [batch, pos]; None if unknown.
     """
 
     cache_dict: ByPoint[Tensor]
@@ -101,8 +102,9 @@ class HookCache(ActivationCache):
         model: Any,
         has_batch_dim: bool = True,
         windows: Mapping[str, range] | None = None,
+        real: Tensor | None = None,
     ) -> None:
-        self.windows = dict(windows or {})
+        self.windows, self.real = dict(windows or {}), real
         by_point = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
         super().__init__(by_point, model, has_batch_dim)
         if model.architecture.modulation:
@@ -141,4 +143,6 @@ class HookCache(ActivationCache):
         """A cache of some rows of the batch; an integer drops the batch axis."""
         cut = super().apply_slice_to_batch_dim(batch_slice)
         values = ByPoint(self.cache_dict.resolve, cut.cache_dict)
-        return type(self)(values, self.model, cut.has_batch_dim, self.windows)
+        return type(self)(
+            values, self.model, cut.has_batch_dim, self.windows, None if self.real is None else self.real[batch_slice]
+        )

@@ -6,7 +6,7 @@ A value is patched in *parts*, each with the positions that belong to one step. 
 complete value. In an autoregressive run each query belongs to the step that first read its token, also when a later
 pass computes it again, so that patches are the same with and without a key/value cache. If the other run's values cover
 the same columns, a mask selects those to take. Where ``source_positions=`` pairs positions, or the other run has
-another length, values are moved from position to position.
+another length or other padding, values are moved from position to position; neither side counts padding.
 
 Pitfall: runs may compute different columns at a step, under a cache policy or with cached blocks. A value is read only
 where the columns of both are known to agree, or where the source has all columns.
@@ -36,9 +36,22 @@ from sinklens.utils.arguments import Unread, plainly_shown
 from sinklens.utils.integers import as_integer
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromSource(AtPositions):
+    """An intervention that takes the values of another run, at the steps that it holds; see `PatchHooks`."""
+
+    within_step: ClassVar[bool] = True
+
+    source: Annotated[Mapping[int, Any], Unread]
+    source_positions: Sequence[int] | None = None
+
+    def acting_steps(self, steps: int) -> list[int]:
+        return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
+
+
 @plainly_shown
 @dataclass(frozen=True, kw_only=True)
-class PatchHooks(AtPositions):
+class PatchHooks(FromSource):
     """Patch the values of another run into this one.
 
     In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
@@ -56,20 +69,17 @@ class PatchHooks(AtPositions):
             have them.
         where: positions to patch that may differ by row, step, layer and head; see `AtPositions`. A key/value head gets
             the positions of all its query heads; a point without a head axis, those of all heads of its layer.
-        source_positions: columns of the source's values to take, one for each of `positions`. By default the same
-            columns, or if the source has another length, those with the numbers in `positions`.
+        source_positions: positions of the source to take, one for each of `positions`, by default the same ones. They
+            do not count padding either, unless `source` is not from `Activations` and so does not say where it is.
 
     Raises:
         SettingError: a step or point that `source` does not hold; a step of `source` that the run does not have;
-            lengths that differ without `positions`.
+            lengths or padding that differ without `positions`, or in a pass that computes only some positions.
     """
 
-    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
-    source: Annotated[Mapping[int, Any], Unread]
     names: Sequence[str] | Any | None = None
-    source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,9 +91,6 @@ class PatchHooks(AtPositions):
                 f"source_positions= pairs with positions=, of the same length, and where= takes the values of the same "
                 f"positions; got {len(paired)} and {count}."
             )
-
-    def acting_steps(self, steps: int) -> list[int]:
-        return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         writable = [str(name) for name in self.source[min(self.source)] if not str(name).endswith(READ_ONLY)]
@@ -140,6 +147,7 @@ class _Patch:
         self._limited = what.positions is not None or what.where is not None
         self.places = Places(what, model, run, points, of="queries" if any(map(_of_queries, points)) else None)
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
+        self._real = None if run.single else getattr(what.source[min(what.source)], "real", None)
         outside = [name for name in points if name.startswith("denoise.") and name != CANVAS]
         if outside and self._limited and model.tree.architecture.encoder:
             raise SettingError(
@@ -202,16 +210,21 @@ class _Patch:
 
     def _chosen(self, part: _Part, here: Tensor, new: Tensor) -> Tensor:
         """`here` with the chosen positions and heads of `new`."""
-        name, axis, what = part.name, part.axis, self._what
+        name, what, run = part.name, self._what, self._run
         if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row applies to all queries
             queries = max(here.shape[2], new.shape[2])
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
-        if what.positions is not None and (what.source_positions is not None or new.shape[axis] != here.shape[axis]):
-            new = self._moved(part, here, new, what.positions)
+        same = new.shape == here.shape and (
+            self._real is None
+            or len(part.columns) == 1  # the single query of a step
+            or torch.equal(_starts(self._real).expand(len(here)), _starts(run.real))
+        )
+        if what.positions is not None and (what.source_positions is not None or not same):
+            new, same = self._moved(part, here, new, what.positions), True
         require(
-            new.shape == here.shape,
-            f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
-            f"different lengths pass positions= and source_positions=.",
+            same,
+            f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here, or its rows begin after "
+            f"other padding; for prompts of different lengths pass positions= and source_positions=.",
         )
         if part.mask is not None:
             new = torch.where(along(part.mask, name, here), new, here)
@@ -229,11 +242,18 @@ class _Patch:
         )
         length, paired = source.shape[1], self._what.source_positions
         numbers = whole_numbers("position", positions if paired is None else paired)
-        if length > 1:
-            within("position", numbers, length)
+        run, known = self._run, self._real if length > 1 else None
+        require(
+            run.single or run.causal or len(part.columns) == run.real.shape[1],
+            f"the pass computes only some columns of {part.name}, so positions of another run cannot be moved there; "
+            f"leave out cache= (or use_cache=True), or patch the same positions.",
+        )
+        real = here.new_ones(1, length).bool() if known is None else known[:, :length].to(here.device)
         for number, target in zip(numbers, columns.T, strict=True):
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
-            changed[rows, target[rows]] = source[rows, number % length]
+            if len(rows):
+                there = _columns([number if length > 1 else 0], real)[:, 0].expand(len(here))
+                changed[rows, target[rows]] = source[rows, there[rows]]
         return changed.movedim(1, part.axis)
 
 
@@ -262,18 +282,20 @@ def _of_queries(name: str) -> bool:
     return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(names.axes_of(name))
 
 
+def _starts(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
+    return real.long().argmax(dim=1)
+
+
 def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
     """Column of each position in each row.
 
     Raises:
         SettingError: a row lacks one of the positions.
     """
-    found = []
-    for position in whole_numbers("position", positions):
-        mask = place_mask([position], real)
-        require(
-            bool(mask.any(dim=1).all()),
-            f"position {position} does not exist in every row; patch rows of different lengths separately.",
-        )
-        found.append(mask.long().argmax(dim=1))
-    return torch.stack(found, dim=1)
+    numbers = whole_numbers("position", positions)
+    masks = torch.stack([place_mask([number], real) for number in numbers], dim=1)
+    require(
+        bool(masks.any(dim=2).all()),
+        f"not every row has the positions {numbers}; patch rows of different lengths separately.",
+    )
+    return masks.long().argmax(dim=2)

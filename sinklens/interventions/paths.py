@@ -30,8 +30,7 @@ from torch import Tensor
 
 from sinklens.errors import require
 from sinklens.hooks.points import Point
-from sinklens.interventions.patching import PatchHooks, steps_of_source
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.patching import FromSource, PatchHooks
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext
 from sinklens.utils.arguments import as_tuple
@@ -253,7 +252,7 @@ class Changes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathPatch(AtPositions):
+class PathPatch(FromSource):
     """Patch the direct path from one component to another with values of another run.
 
         kept = Activations(names=["blocks.0.attn.hook_z"])
@@ -276,17 +275,11 @@ class PathPatch(AtPositions):
             refuses, or a model with norms after its sublayers (DiffusionGemma).
     """
 
-    within_step: ClassVar[bool] = True
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
     indexed: ClassVar[tuple[str, ...]] = ("sender", "receiver")
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
-    source: Mapping[int, Any]
-    source_positions: Sequence[int] | None = None
-
-    def acting_steps(self, steps: int) -> list[int]:
-        return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         senders = sorted(named(senders_of(model), dict.fromkeys(as_tuple(self.sender))), key=lambda one: one.depth)

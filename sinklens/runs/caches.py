@@ -45,11 +45,11 @@ class Activations(Reader):
         def keep(value: Tensor, hook: Point) -> None:
             if not in_step(hook.step):
                 return
-            cache, name = caches.setdefault(hook.step or 0, HookCache({}, model.tree)), str(hook.name)
+            new, name = HookCache({}, model.tree, real=None if run.single else run.real), str(hook.name)
+            cache = caches.setdefault(hook.step or 0, new)
             cache.cache_dict[name] = value.detach().clone()
             cache.has_embed, cache.has_pos_embed = (one in cache.cache_dict for one in ("hook_embed", "hook_pos_embed"))
-            window = _window(hook)
-            if window is not None:
+            if (window := _window(hook)) is not None:
                 cache.windows[name] = window
 
         return [(name, keep) for name in chosen_points(self.names, model, self.layers)]

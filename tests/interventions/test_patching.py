@@ -51,9 +51,10 @@ def test_a_runs_own_values_change_only_rounding_where_queries_are_recomputed(wor
 
 
 PATCHES = {
-    "a step's heads and positions": (OTHER, {"steps": [0], "heads": [2, -1], "positions": [1, 3]}),
-    "other lengths": (FEW[0], {"steps": [0], "positions": [3, -2]}),
-    "other positions": (FEW[0], {"steps": [0], "positions": [3, -2], "source_positions": [0, 5]}),
+    "a step's heads and positions": ([OTHER], {"steps": [0], "heads": [2, -1], "positions": [1, 3]}),
+    "other lengths": (FEW, {"steps": [0], "positions": [3, -2]}),
+    "other positions": (FEW, {"steps": [0], "positions": [3, -2], "source_positions": [0, 5]}),
+    "other padding": (PADDED[::-1], {"steps": [0], "positions": [3, -2], "source_positions": [0, 5]}),
 }
 
 
@@ -66,7 +67,7 @@ def test_a_patch_puts_the_sources_values_at_its_steps_heads_and_positions_alone(
     worded, architecture, causal, settings, name
 ):
     model, (prompt, given) = worded(architecture, causal), PATCHES[name]
-    source = keep(model, [prompt], [Z], **settings)
+    source = keep(model, prompt, [Z], **settings)
     base = watch(model, PADDED, points=["1.attn.hook_z"], **settings)
     patch = PatchHooks(source=source, **given)
     patched = watch(model, PADDED, [patch], ["1.attn.hook_z"], replay=base.run, **settings)
@@ -76,8 +77,8 @@ def test_a_patch_puts_the_sources_values_at_its_steps_heads_and_positions_alone(
         for row, start in ((0, 3), (1, 0)):
             for here, there in zip(put, given.get("source_positions", put), strict=True):
                 column = here + start if here >= 0 else here
-                same = new.shape[1] == expected.shape[1]  # then the values come from the same columns
-                expected[row, column, heads] = new[0, column if same else there, heads]
+                padding = 3 - start if len(prompt) > 1 and there >= 0 else 0  # the source's rows are in reverse order
+                expected[row, column, heads] = new[row % len(new), there + padding, heads]
         assert torch.equal(patched.values[step][Z], expected)
         assert not torch.equal(expected, base.values[step][Z])
 
@@ -204,7 +205,7 @@ REFUSED = [
     ),
     (
         {"prompts": ["w1", " ".join(["w2"] * 9)], "positions": [10]},
-        "position 10 does not exist in every row; patch rows of different lengths separately",
+        r"not every row has the positions \[10\]; patch rows of different lengths separately",
     ),
     ({"source": {}}, r"source holds no step; run the model that fills it first"),
     ({"source": {"hook_z": torch.zeros(1)}}, r"source maps steps to caches: pass the \.caches.*\{0: cache\}"),
