@@ -19,7 +19,7 @@ second model makes of *another text* at that position.
 Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -56,7 +56,21 @@ PANELS = {
     ),
     "loss added by hiding all sinks, nats per token": "measure == 'cost' and kind == 'any' and choice == 'sink'",
 }
-"""Title of each panel -> the rows of the table ``texts`` that it shows."""
+LAYER_PANELS = {
+    "norm of the first position's key over that of others, log2": "measure == 'key_norm' and of == 'first position'",
+    "cosine of the queries with the first position's key, minus that with others": (
+        "measure == 'cosine' and of == 'first position'"
+    ),
+    "what the first position's value writes over what others write, log2": (
+        "measure == 'value_norm' and of == 'first position'"
+    ),
+    "sinks whose value writes next to nothing, share": "measure == 'no_ops' and of == 'sinks'",
+    "strongest keys that change when a token is replaced (later queries), share": (
+        "measure == 'jump_share' and edit == 'edited, later' and lead == 0"
+    ),
+    "loss added by hiding the sinks of one layer, nats per token": "measure == 'layer_cost'",
+}
+"""Title of each panel -> the rows that it shows: of the table ``texts``, or of those by layer."""
 
 KEYS = {
     "key_norm": "log2 of the norm of these keys over that of the layer's other keys",
@@ -65,13 +79,7 @@ KEYS = {
     "value_norm": "log2 of what their values write (norm after W_O) over what others write",
     "no_ops": "share of them whose value writes less than a fifth of the head's median",
 }
-FIRST = {
-    "key_norm": "norm of the first position's key over that of others, log2",
-    "cosine": "cosine of the queries with the first position's key, minus that with others",
-    "value_norm": "what the first position's value writes over what others write, log2",
-}
-"""The measures of `KEYS` that the figure shows, and their titles."""
-
+BY_LAYER = ("keys", "layers", "layer_costs")
 LAYER_COSTS = {"layer_cost": "loss added by hiding the sinks of this layer alone, nats per predicted token"}
 MATCHED = {
     "matched_heads": "share of the heads with a sink whose other keys receive as much attention as their sinks",
@@ -137,9 +145,9 @@ class Pair(Texts):
         return tables | {"fates": described(ends, FATES)} if ends else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``pair``: `PANELS`, against the share of masked tokens, and `FIRST`, by layer."""
+        """``pair``: `PANELS`, against the share of masked tokens, and `LAYER_PANELS`."""
         tables = self.tables(measured)
-        return {"pair": panels_of(tables["texts"], tables["keys"])}
+        return {"pair": panels_of(tables["texts"], [tables[name] for name in BY_LAYER])}
 
 
 def of_keys(model: "Model", plain: Read, sinks: Keys) -> dict[str, Any]:
@@ -194,18 +202,23 @@ def fates(one: xr.Dataset, other: xr.Dataset) -> xr.Dataset:
     return xr.Dataset({**shares, "of_sinks": total / total.sel(token="any", drop=True)})
 
 
-def panels_of(table: "DataFrame", keys: "DataFrame") -> "Figure":
-    """`PANELS` of a table ``texts`` that has several shares; and the first position of a table ``keys``, by layer, with
-    as few masks as it has.
+def panels_of(table: "DataFrame", by_layer: "Sequence[DataFrame]") -> "Figure":
+    """`PANELS` of a table ``texts`` that has several shares; and `LAYER_PANELS` of the tables `BY_LAYER`, with as few
+    masks as each measure has.
     """
+    from pandas import concat
+
     from sinklens.sinks.labels import wrapped
     from sinklens.views.charts import curves
     from sinklens.views.figures import panels
 
     drawn = [(title, table.query(rows), "share", "share of masked tokens") for title, rows in PANELS.items()]
-    first = keys[(keys["of"] == "first position") & (keys["share"] == keys["share"].min())]
-    drawn += [(title, first[first["measure"] == name], "layer", "layer") for name, title in FIRST.items()]
-    figure, axes = panels(len(drawn), columns=3, size=(4.2, 3.2))
+    layers = concat(by_layer)
+    for title, rows in LAYER_PANELS.items():
+        found = layers.query(rows)
+        drawn.append((title, found[found["share"] == found["share"].min()], "layer", "layer"))
+    drawn = [panel for panel in drawn if len(panel[1])]  # without edits, for example, nothing is known of them
+    figure, axes = panels(len(drawn), columns=4, size=(4.2, 3.2))
     for (title, rows, along, xlabel), ax in zip(drawn, axes, strict=True):
         curves(rows, along, ax).set(xlabel=xlabel, ylabel="", title=wrapped(title, 40))
     return figure

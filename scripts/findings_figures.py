@@ -97,10 +97,10 @@ def intervals(ax: "Axes", rows: pandas.DataFrame, heights: list[float], colour: 
 
 def pair() -> "tuple[Figure, pandas.DataFrame]":
     """A base model, its causal continuation and its masked one: against the share of masked tokens, and by layer."""
-    from sinklens.analyses.pair import panels_of
+    from sinklens.analyses.pair import BY_LAYER, panels_of
 
-    table, keys = read(".", "pair-texts"), read(".", "pair-keys")
-    return panels_of(table, keys), pandas.concat([table, keys])
+    table, by_layer = read(".", "pair-texts"), [read(".", f"pair-{name}") for name in BY_LAYER]
+    return panels_of(table, by_layer), pandas.concat([table, *by_layer])
 
 
 def mass() -> "tuple[Figure, pandas.DataFrame]":

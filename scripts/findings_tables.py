@@ -212,9 +212,11 @@ TABLES: dict[str, Table] = {
         *(Row(f"landings on just-decided ÷ {name}, same step, place and template",
               {"measure": "ratio", "others": others, "matched": WITHIN}, 1.0, 1, "groups/events-landings")
           for name, others in (("all other answer tokens", "all"), ("those decided earlier", "decided earlier"),)),
+        Row("… ÷ the same tokens, if written over earlier ones; all steps and places",
+            {"measure": "ratio", "others": "written over", "matched": "nothing"}, 1.0, 1, "groups/events-landings"),
         *(Row(f"score against deciding step, correlation, {label}", {"measure": measure}, 1.0, 2, "groups/events-order")
           for label, measure in (("same step and place", "within"), ("within templates", "within_group"))),
-    ), models=DIFFUSION, comparable=0.2),
+    ), models=(*DIFFUSION, PAIR[2]), comparable=0.2),
     "texts": Table("texts-texts", (
         plain("loss, nats per token", 3, measure="nats"),
         *(row

@@ -1,7 +1,6 @@
 """The pair: what becomes of a model's sinks in another, counted one by one, and keys measured head by head."""
 
 import importlib
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 import xarray as xr
 
 from sinklens.analyses.pair import TOKENS, Pair, fates, of_matched
-from sinklens.analyses.passes import Read, TextCanvas, read
+from sinklens.analyses.passes import Read, TextCanvas, hiding, loss, read
 
 
 def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_layer():
@@ -34,10 +33,6 @@ def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_laye
             row = found.isel(prompt=text).sel(token=token)
             shares = [row[name].item() for name in ("same_head", "other_head", "another_text", "of_sinks")]
             np.testing.assert_allclose(shares, [*np.array(ends) / total, total / counts["any"][3]])
-
-
-def hiding(hidden, mask, hook):
-    return mask.masked_fill(hidden, -torch.inf)
 
 
 @torch.no_grad()
@@ -67,11 +62,8 @@ def test_keys_are_measured_in_every_layer_at_sinks_and_at_the_first_position(tin
                     at - off if name == "cosine" else at if name == "no_ops" else (at / off).log2() for at, off in pairs
                 ]
                 assert found[name].sel(of=of)[layer].item() == pytest.approx(np.mean(each), abs=1e-4)
-        hidden = (sums > 1.5)[:, None] & ~torch.eye(20, dtype=torch.bool)
-        hooks = [(f"blocks.{layer}.attn.hook_attn_mask", partial(hiding, hidden))]
-        rows = tiny_llada.run_with_hooks(canvas.tokens(tiny_llada)[None], fwd_hooks=hooks)[0][canvas.masked]
-        lost = torch.nn.functional.cross_entropy(rows, canvas.ids[canvas.masked]).item() - plain.loss
-        assert found["layer_cost"][layer].item() == pytest.approx(lost, abs=1e-5)
+        alone = loss(tiny_llada, canvas, [hiding(torch.stack([sums > 1.5] * 4))[layer]])
+        assert found["layer_cost"][layer].item() == pytest.approx(alone - plain.loss, abs=1e-6)
 
 
 def test_sinks_are_compared_with_as_much_attention_only_in_heads_whose_other_keys_hold_it(tiny_llada, monkeypatch):
