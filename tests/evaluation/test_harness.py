@@ -378,6 +378,5 @@ def test_right_answers_score_and_wrong_ones_do_not(
     more = {"test_split": "test"} | ({} if law else {"fewshot_split": None})
     name = local_task(tmp_path, original.rpartition("/")[2], data, original, **more)
     (results,) = evaluated(SinklensLM(tiny_llada), tmp_path, [name])["results"].values()
-    metric = "prompt_level_strict_acc" if "ifeval" in original else "exact_match"
-    assert results[f"{metric},{kind}"] == score
+    assert results[f"{'prompt_level_strict_acc' if 'ifeval' in original else 'exact_match'},{kind}"] == score
     assert {name: used[0].get(name) for name in settings} == settings

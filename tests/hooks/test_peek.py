@@ -142,5 +142,4 @@ def test_watching_does_not_change_cached_steps_in_any_bit(architecture, real, po
             ]
         return torch.cat(parts, dim=1)[mask]
 
-    watching = [(lambda name: name.endswith(point), lambda value, hook: None)]
-    assert torch.equal(steps(watching), steps([]))
+    assert torch.equal(steps([(lambda name: name.endswith(point), lambda value, hook: None)]), steps([]))

@@ -107,8 +107,7 @@ def test_limits_are_where_the_best_distribution_with_that_mean_is_just_rejected(
             options={"ftol": 1e-12, "maxiter": 500},
         )  # fmt: skip
         variance = found.x @ (values - limit) ** 2
-        distance = abs(counts @ values / 50 - limit) / math.sqrt(variance / 50)
-        assert distance == pytest.approx(1.959964, abs=1e-3)
+        assert abs(counts @ values / 50 - limit) / math.sqrt(variance / 50) == pytest.approx(1.959964, abs=1e-3)
 
 
 def test_the_score_test_rejects_what_its_limits_exclude():
