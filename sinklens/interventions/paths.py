@@ -33,7 +33,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.patching import FromSource, PatchHooks
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext
-from sinklens.utils.arguments import as_tuple
+from sinklens.utils.arguments import as_tuple, plainly_shown
 
 ResidualStream = Float[Tensor, "batch pos d_model"]
 SENDERS = "'embed', 'L1H3' (head 3 of layer 1) or '1_mlp_out'"
@@ -251,6 +251,7 @@ class Changes:
         return torch.einsum("sbpd,sp->bpd", stacked, cut[there].expand(-1, length).to(stacked))
 
 
+@plainly_shown
 @dataclass(frozen=True, kw_only=True)
 class PathPatch(FromSource):
     """Patch the direct path from one component to another with values of another run.
