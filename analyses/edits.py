@@ -196,8 +196,9 @@ class Edits(Study):
         table = interval_table(measured, ["jump_share"], self.seed)
         figure, axes = panels(len(EDITS), columns=4, size=(4, 3))
         for (edit, meaning), ax in zip(EDITS.items(), axes, strict=True):
-            rows = table[(table["edit"] == edit) & table["estimate"].notna()]
-            curves(rows, "lead", ax).set(xlabel="least lead", ylabel="jumps, share", title=wrapped(meaning, 34))
+            curves(table[table["edit"] == edit], "lead", ax).set(
+                xlabel="least lead", ylabel="jumps, share", title=wrapped(meaning, 34)
+            )
         return {"leads": figure}
 
 

@@ -10,11 +10,11 @@ only in their objective and the attention that it needs. A causal model reads ea
 beside all shares.
 
 ``keys`` compares the keys, queries and values of sinks, and of the first position, with the others of the same head, by
-layer. ``layer_costs`` hides the sinks of one layer at a time. ``matched`` hides sinks or, instead, other keys of the
-same heads with as much attention. This is possible only in heads whose sinks receive at most as much as their other
-keys. ``fates`` follows every sink of one model into another, on the same text: is its position a sink of the same head
-there, or of another head of that layer? By chance alone, some are. So the share is also measured against what the
-second model makes of *another text* at that position.
+layer. ``layer_costs`` hides the sinks of one layer at a time, in a pass each. ``matched`` hides sinks or, instead,
+other keys of the same heads with as much attention. This is possible only in heads whose sinks receive at most as much
+as their other keys. ``fates`` follows every sink of one model into another, on the same text: is its position a sink of
+the same head there, or of another head of that layer? By chance alone, some are. So the share is also measured against
+what the second model makes of *another text* at that position.
 
 Caveat: there is one origin, and one training run of each continuation. So intervals are over texts and not over runs.
 """
@@ -219,6 +219,7 @@ def panels_of(table: "DataFrame", by_layer: "Sequence[DataFrame]") -> "Figure":
         drawn.append((title, found[found["share"] == found["share"].min()], "layer", "layer"))
     drawn = [panel for panel in drawn if len(panel[1])]  # without edits, for example, nothing is known of them
     figure, axes = panels(len(drawn), columns=4, size=(4.2, 3.2))
+    models = table[["model"]].drop_duplicates()  # first in every panel, so that a model has one color
     for (title, rows, along, xlabel), ax in zip(drawn, axes, strict=True):
-        curves(rows, along, ax).set(xlabel=xlabel, ylabel="", title=wrapped(title, 40))
+        curves(concat([models, rows]), along, ax).set(xlabel=xlabel, ylabel="", title=wrapped(title, 40))
     return figure

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "fwd_hooks": "hooks=", "max_new_tokens": "gen_length=", "do_sample": "temperature=",
     "names_filter": "hooks=, or names_filter= to model.run_with_cache(run.canvas[:, step])",
 }  # fmt: skip
-"""What TransformerLens and transformers call an argument of a run, and what has its place."""
+"""What TransformerLens and transformers call an argument of a run -> what takes its place here."""
 
 
 def _unknown(name: str, sampler: type[Sampler]) -> str:
