@@ -165,8 +165,7 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         masks = torch.zeros_like(state.real)
         decided = slice(block.start, block.start + 1) if number == 0 else block
         masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
-        where = masks & state.computed()
-        proposed, confidence = self.draw(state, canvas, where)
+        proposed, confidence = self.draw(state, canvas, masks & state.computed())
         threshold = None if number == 0 else self.threshold
         sizes = masks.sum(dim=1)  # a threshold, and the first pass of a block, commit one token at least
         at_times = number > 0 and self.threshold is None

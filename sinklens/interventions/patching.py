@@ -148,6 +148,7 @@ class _Patch:
         self.places = Places(what, model, run, points, of="queries" if any(map(_of_queries, points)) else None)
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
         self._real = None if run.single else getattr(what.source[min(what.source)], "real", None)
+        self._aligned = self._real is None or _begin_alike(self._real, run.real)
         outside = [name for name in points if name.startswith("denoise.") and name != CANVAS]
         if outside and self._limited and model.tree.architecture.encoder:
             raise SettingError(
@@ -210,15 +211,11 @@ class _Patch:
 
     def _chosen(self, part: _Part, here: Tensor, new: Tensor) -> Tensor:
         """`here` with the chosen positions and heads of `new`."""
-        name, what, run = part.name, self._what, self._run
+        name, what = part.name, self._what
         if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row applies to all queries
             queries = max(here.shape[2], new.shape[2])
             here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
-        same = new.shape == here.shape and (
-            self._real is None
-            or len(part.columns) == 1  # the single query of a step
-            or torch.equal(_starts(self._real).expand(len(here)), _starts(run.real))
-        )
+        same = new.shape == here.shape and (self._aligned or len(part.columns) == 1)  # the single query of a step
         if what.positions is not None and (what.source_positions is not None or not same):
             new, same = self._moved(part, here, new, what.positions), True
         require(
@@ -233,7 +230,6 @@ class _Patch:
     def _moved(self, part: _Part, here: Tensor, new: Tensor, positions: Sequence[int]) -> Tensor:
         """`here` with values of `new` at `positions`; those outside of `part` belong to other steps."""
         columns = _columns(positions, self._run.forward_pass.real) if self._columns is None else self._columns
-        columns = columns.to(here.device) - part.columns.start
         changed, source = here.movedim(part.axis, 1).clone(), new.movedim(part.axis, 1)
         require(
             changed.shape[2:] == source.shape[2:],
@@ -249,7 +245,7 @@ class _Patch:
             f"leave out cache= (or use_cache=True), or patch the same positions.",
         )
         real = here.new_ones(1, length).bool() if known is None else known[:, :length].to(here.device)
-        for number, target in zip(numbers, columns.T, strict=True):
+        for number, target in zip(numbers, (columns.to(here.device) - part.columns.start).T, strict=True):
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
             if len(rows):
                 there = _columns([number if length > 1 else 0], real)[:, 0].expand(len(here))
@@ -282,8 +278,10 @@ def _of_queries(name: str) -> bool:
     return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(names.axes_of(name))
 
 
-def _starts(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-    return real.long().argmax(dim=1)
+def _begin_alike(source: Bool[Tensor, "#batch n"], here: Bool[Tensor, "batch pos"]) -> bool:
+    """Whether the rows of a source, or its only one, begin after as much padding as those of a run."""
+    theirs, ours = source.long().argmax(dim=1).to(here.device), here.long().argmax(dim=1)
+    return len(theirs) in (1, len(ours)) and torch.equal(theirs.expand(len(ours)), ours)
 
 
 def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
