@@ -195,6 +195,7 @@ REFUSED = [
     ({"layers": []}, "layers is empty, so PatchHooks would change nothing"),
     ({"steps": slice(1, 3)}, r"steps must be a list of integers, .* range\(3\) or None; got slice"),
     ({"prompts": FEW, "names": Z}, r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"),
+    ({"prompts": ["w1", LONG], "names": Z}, "or its rows begin after other padding; for prompts of different lengths"),
     (
         {"prompts": FEW, "names": "blocks.1.attn.hook_pattern", "positions": [0]},
         r"patterns and scores can be patched only between runs of one length",
@@ -221,9 +222,11 @@ REFUSED = [
 def test_what_the_source_or_the_run_lacks_is_rejected(model, source, unchecked, given, text):
     """`only` and `rows` are the steps and the rows of the source."""
     given = dict(given)
-    prompts, rows = given.pop("prompts", [LONG]), given.pop("rows", slice(None))
+    prompts, rows = given.pop("prompts", [LONG]), given.pop("rows", None)
     steps = dict.fromkeys(given.pop("only"), source[0]) if "only" in given else source
-    kept = {step: {name: value[rows] for name, value in cache.items()} for step, cache in steps.items()}
+    kept = {
+        step: {name: value[rows] for name, value in cache.items()} if rows else cache for step, cache in steps.items()
+    }
     with pytest.raises(SettingError, match=text):
         watch(model, prompts, [PatchHooks(**{"source": kept} | given)])
 
