@@ -31,6 +31,7 @@ RATIOS: dict[str, tuple[str, dict[str, str]]] = {
     "sinks on digits ÷ on other tokens": ("token_types-matched", {"by": "kind", "set": "digit"}),
     "landings on just-decided ÷ on other answer tokens": ("events-landings", {"others": "all"}),
 }
+HEADS, TINY_HEADS = {"smollm2-135m-masked": 270}, 24
 COMPARABLE = 0.2  # ratios that compare fewer of the sinks or landings are left out
 
 
@@ -140,8 +141,11 @@ def swaps() -> "tuple[Figure, pandas.DataFrame]":
 
     table = chosen(read("groups", "swaps-swaps"), {"measure": "change"}).reset_index(drop=True)
     figure, (ax,) = panels(1, size=(7, 3.6))
-    interval_dots(table, "swap", ax, line=0.0)
-    ax.set_xlabel("change of the number of heads with a sink at that place")
+    numbers = ["estimate", "low", "high"]
+    heads = table["model"].map(HEADS).fillna(TINY_HEADS)
+    interval_dots(table.assign(**table[numbers].mul(100 / heads, axis=0)), "swap", ax, line=0.0)
+    ax.legend(fontsize="small", loc="lower left")
+    ax.set_xlabel("change of the number of heads with a sink at that place, % of all heads")
     return figure, table
 
 

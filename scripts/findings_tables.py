@@ -201,7 +201,6 @@ TABLES: dict[str, Table] = {
             ("a token of the answer replaced: later queries", "answer token"),
             ("an operand replaced: later queries", "operand"),
         )),
-        percent("a token decided: jumps with a lead above 1", measure="jump_share", edit="decided", lead=1.0),
         percent("jumps when a token is decided: share with a lead below 0.1", measure="near_tie_share", edit="decided"),
     )),
     "matched": Table("groups/token_types-matched", (
@@ -269,7 +268,7 @@ TABLES: dict[str, Table] = {
         *(Row(swap.replace(",", ": change,", 1), {"measure": "change", "swap": swap}, 1.0, 2, "groups/swaps-beyond")
           for swap in ("digit → word, beyond digit → digit", "word → digit, beyond word → word",
                        "word → mask, beyond word → word")),
-    )),
+    ), models=(*DIFFUSION, "tiny-llama", PAIR[2])),
     "equal_mass": Table("groups/content-costs", (
         *(Row(f"sinks on {name}{label}", {"kind": kind, "part": "sink", "change": change, "measure": measure}, 100.0,
               digits, file)
