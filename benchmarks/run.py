@@ -229,9 +229,10 @@ def writing(pairs: int) -> Iterator[Ratio]:
     """Recording on disk: written while the next step is computed ÷ written before it starts."""
 
     class AtOnce(StoredSteps):
-        def append(self, step: Mapping[str, np.ndarray]) -> None:
-            super().append(step)
+        def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            kept = super().append(step)
             self.flush()
+            return kept
 
     model = sinklens.load(random_llada(**TINY))
     for length in (256, 1024):

@@ -94,14 +94,14 @@ class LayerSums:
     def _compute(self) -> None:
         waiting = list(self._waiting.values())
         first = waiting[0]
-        names = ("query", "key", "lse", "mask", "real")
         with torch.no_grad():
-            query, key, lse, mask, real = (_joined([getattr(one, name) for one in waiting]) for name in names)
+            query, key, lse, mask, real = (
+                _joined([getattr(one, name) for one in waiting]) for name in ("query", "key", "lse", "mask", "real")
+            )
         if lse is None:
             lse = log_sum_exp(query, key, first.scale, mask, first.causal)
         scores = column_sums(query, key, lse, first.scale, mask, real, first.causal)
-        parts = scores.unflatten(0, (len(waiting), -1))[:, : self.rows]
-        self._scores |= zip(self._waiting, parts, strict=True)
+        self._scores |= zip(self._waiting, scores.unflatten(0, (len(waiting), -1))[:, : self.rows], strict=True)
         self._waiting.clear()
 
     def end_step(self) -> None:

@@ -6,7 +6,7 @@ the storages that exist at a time is the memory of a step. Other parts follow fr
 
     keys and values   Σ_l 2 · kv_heads_l · d_head · positions · bytes of a number, if steps reuse them
     a recorded step   L · H · S · 4 bytes per row on the device until the step ends, twice while it is stacked
-    a track           steps · (L · H · S · 4 + S · 6) bytes per row in main memory, twice while its steps are stacked
+    a track           steps · (L · H · S · 4 + S · 6) bytes per row in main memory
     quantized weights bytes per weight of the linear layers without the head, by `cards.QUANTIZATIONS`
 
 with S positions, L layers and H heads. A pass takes the longer of its operations at a share of the card's peak and its
@@ -102,8 +102,8 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Peak in main memory for results: the track and the canvases, twice while they are stacked."""
-        return 2 * (self.track + self.canvases)
+        """Peak in main memory for results: the track, and the canvases, twice while they are stacked."""
+        return self.track + 2 * self.canvases
 
     def seconds(self, card: Card, utilization: float) -> float:
         """Time of the run on `card`, at a share of its peak; raises like `Card.rate`."""

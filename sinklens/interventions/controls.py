@@ -42,8 +42,7 @@ def largest(
     """The `number` allowed keys of each head that are first in descending `order`; the first of ties."""
     most = min(max(1, int(number.max())), order.shape[-1])
     order = order.masked_fill(~allowed, -torch.inf)
-    last = (number - 1).clamp(0, most - 1).expand(*order.shape[:-1], 1)
-    least = order.topk(most).values.gather(-1, last)
+    least = order.topk(most).values.gather(-1, (number - 1).clamp(0, most - 1).expand(*order.shape[:-1], 1))
     above, equal = order > least, order == least  # a stable sort of all keys would take several times as long
     first = equal.cumsum(dim=-1, dtype=torch.int32) <= number - above.sum(dim=-1, keepdim=True)
     return (above | (equal & first)) & allowed & (number > 0)

@@ -69,8 +69,7 @@ class StepScores:
         if sums is not None and not self._run.causal:
             layers = zip(self._layers, self._points, strict=True)
             found = {layer: sums.latest[point] for layer, point in layers if point in sums.latest}
-            before = self.now
-            self.now = {layer: self._complete(before.get(layer), *one) for layer, one in found.items()}
+            self.now = {layer: self._complete(self.now.get(layer), *one) for layer, one in found.items()}
             starts = {layer: start for layer, one in found.items() if (start := one.forward_pass.keys.start)}
             return ScoredStep(self.now, canvas, starts)
         before, self.now = self.now, {}

@@ -108,9 +108,9 @@ class SinkRecorder:
         self._watching = ExitStack()  # hooks that keep the patterns of a step
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
-        self.store = Steps(axes)
+        self.store = Steps(axes, steps)
         if record.reduce is not None:
-            self.store = ReducedSteps(axes, record.reduce)
+            self.store = ReducedSteps(axes, steps, record.reduce)
         if record.out is not None:
             self.store = StoredSteps(record.out, axes, steps)
 
@@ -185,7 +185,7 @@ class SinkRecorder:
                 self._keep(part, layer, point, *self._sums.latest[self._summed[layer]])
             for name, value in self._finished(part, layer).items():
                 variables.setdefault(name, []).append(value)
-        for layer in range(self._tree.cfg.n_layers):
+        for layer in [layer for name, layer in self._kept if name == "pattern"]:
             self._keep_pattern(step, layer)
         found = {  # layers may be on several devices
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1)
@@ -224,10 +224,7 @@ class SinkRecorder:
         (sent, canvases, copied), self._leaving = self._leaving, None
         for event in copied:
             event.synchronize()
-        self._latest = {
-            name: value.clone().numpy() for name, value in sent.items()
-        } | canvases  # pinned memory is reused
-        self.store.append(self._latest)
+        self._latest = self.store.append({name: value.numpy() for name, value in sent.items()} | canvases)
 
     @property
     def latest(self) -> dict[str, np.ndarray]:
@@ -269,8 +266,6 @@ class SinkRecorder:
         }
 
     def _keep_pattern(self, step: int, layer: int) -> None:
-        if ("pattern", layer) not in self._kept:
-            return
         rows = self._kept.pop(("pattern", layer)).value
         if self._extends(("pattern", layer)):
             before = self._earlier["pattern", layer]

@@ -38,21 +38,30 @@ def refuse_existing(path: str | Path) -> None:
 
 
 class Steps:
-    """Steps in main memory.
+    """Steps in main memory, in arrays that have room for all of them.
 
     Args:
         axes: variable -> its axes after batch and step.
+        steps: planned number of steps.
     """
 
-    def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, axes: Mapping[str, tuple[str, ...]], steps: int) -> None:
         self._axes = {name: ("batch", "step", *tail) for name, tail in (CANVASES | dict(axes)).items()}
-        self._steps: list[dict[str, np.ndarray]] = []
+        self._room, self._done = steps, 0
+        self._kept: dict[str, np.ndarray] = {}
         self._attrs: dict[str, Any] = {}
         self._per_run: dict[str, np.ndarray] = {}
 
-    def append(self, step: Mapping[str, np.ndarray]) -> None:
-        """Add a step: variable -> [batch, ...] without a step axis."""
-        self._steps.append(dict(step))
+    def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Add a step: variable -> [batch, ...] without a step axis; returns a copy, as the arrays may be used again."""
+        if not self._kept:
+            self._kept = {
+                name: np.empty((len(value), self._room, *value.shape[1:]), value.dtype) for name, value in step.items()
+            }
+        for name, value in step.items():
+            self._kept[name][:, self._done] = value
+        self._done += 1
+        return {name: kept[:, self._done - 1] for name, kept in self._kept.items()}
 
     def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
         """Set attributes, and variables [batch, pos] of the run; a later call replaces those of an earlier one."""
@@ -63,11 +72,9 @@ class Steps:
 
     def dataset(self) -> xr.Dataset | None:
         """All steps, once the run has ended; None if there is no step."""
-        if not self._steps:
+        if not self._done:
             return None
-        stacked = {
-            name: (axes, np.stack([step[name] for step in self._steps], axis=1)) for name, axes in self._axes.items()
-        }
+        stacked = {name: (axes, self._kept[name][:, : self._done]) for name, axes in self._axes.items()}
         per_run = {name: (("batch", "pos"), value) for name, value in self._per_run.items()}
         return xr.Dataset(stacked | per_run, attrs=self._attrs)
 
@@ -78,24 +85,25 @@ class ReducedSteps(Steps):
     Pitfall: a function that keeps a part of a track without copying it keeps all of it.
 
     Args:
-        axes: as in `Steps`.
+        axes, steps: as in `Steps`.
         reduce: called with consecutive steps, as a track.
     """
 
-    def __init__(self, axes: Mapping[str, tuple[str, ...]], reduce: Callable[[SinkTrack], None]) -> None:
-        super().__init__(axes)
+    def __init__(self, axes: Mapping[str, tuple[str, ...]], steps: int, reduce: Callable[[SinkTrack], None]) -> None:
+        super().__init__(axes, steps)
         self._reduce = reduce
 
-    def append(self, step: Mapping[str, np.ndarray]) -> None:
+    def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add the step; hand over those before it if together they exceed `AT_ONCE` bytes."""
-        if sum(value.nbytes for held in [*self._steps, step] for value in held.values()) > AT_ONCE:
+        self._room = max(1, min(self._room, AT_ONCE // sum(value.nbytes for value in step.values())))
+        if self._done == self._room:
             self.flush()
-        super().append(step)
+        return super().append(step)
 
     def flush(self) -> None:
         """Hand over the steps added so far."""
         data = super().dataset()
-        self._steps = []
+        self._kept, self._done = {}, 0
         if data is not None:
             self._reduce(SinkTrack(data))
 
@@ -112,18 +120,16 @@ class StoredSteps(Steps):
 
     Args:
         path: path of the store.
-        axes: as in `Steps`.
-        steps: planned number of steps.
+        axes, steps: as in `Steps`.
 
     Raises:
         SettingError: `path` exists.
     """
 
     def __init__(self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int) -> None:
-        super().__init__(axes)
+        super().__init__(axes, steps)
         refuse_existing(path)
         self.path = Path(path).absolute()
-        self._planned, self._done = steps, 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sinklens-zarr")
         self._pending: Future[None] | None = None
 
@@ -131,12 +137,13 @@ class StoredSteps(Steps):
     def _store(self) -> TrackStore:
         refuse_existing(self.path)  # another run may have begun there
         store = TrackStore.begin(self.path, {})
-        store.sizes["step"] = self._planned
+        store.sizes["step"] = self._room
         return store
 
-    def append(self, step: Mapping[str, np.ndarray]) -> None:
+    def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Write the step; it counts once all its variables are on disk."""
-        self._write(self._append, dict(step))
+        self._write(self._append, kept := {name: value.copy() for name, value in step.items()})
+        return kept
 
     def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
         """Write the attributes and variables."""

@@ -16,7 +16,7 @@ import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.steps import StoredSteps
+from sinklens.sinks.steps import Steps, StoredSteps
 
 QUANTITIES = ["values", "stream", "outputs"]
 
@@ -41,8 +41,8 @@ def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, 
 
     def watch(self, step):
         alive.append(sum(array() is not None for array in appended))
-        append(self, step)
-        appended.extend(weakref.ref(array) for array in step.values())
+        appended.extend(map(weakref.ref, (kept := append(self, step)).values()))
+        return kept
 
     monkeypatch.setattr(StoredSteps, "append", watch)
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=Record(QUANTITIES, out=tmp_path / "run.zarr"))
@@ -234,6 +234,15 @@ def test_a_recording_needs_a_new_path_and_reduce_is_a_function(tmp_path):
     ):
         with pytest.raises(SettingError, match=text):
             make()
+
+
+def test_steps_in_main_memory_are_copied_once():
+    store, given = Steps(AXES, 3), [small_step(0), small_step(1)]
+    kept = [store.append(step)["score"] for step in given]
+    given[1]["score"][:] = 0.0
+    found = store.dataset()["score"].to_numpy()
+    assert np.shares_memory(found, kept[1])
+    np.testing.assert_array_equal(found[:, -1], small_step(1)["score"])
 
 
 def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_keeps_its_steps(tmp_path):
