@@ -1,6 +1,6 @@
 """Does adaptation to diffusion rewire an autoregressive model? (docs/papers/mechanism-shift.md)
 
-    python benchmarks/papers/mechanism_shift.py [MODEL ...]
+    python benchmarks/papers/mechanism_shift.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 tiny-two-modes was initialized from tiny-llama and decodes in both ways. Each head is ablated at every step, on the
 canvases of the unchanged run; the effect is the KL divergence of the predictions. The rank correlation of the 24
@@ -8,7 +8,8 @@ effects compares two models or modes; its 95 % interval resamples templates. Con
 from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
 one core.
 
-Models that are given are compared in pairs, each in its own mode; they must match in layers and heads.
+Models that are given are compared in pairs, each in its own mode and on one problem of each template unless `each` says
+otherwise; they must match in layers and heads.
 """
 
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
-from templates import call
+from templates import call, having
 
 import sinklens
 from sinklens.experiments import sweep
@@ -47,7 +48,8 @@ def correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 def main() -> None:
     """Print the table."""
-    problems, names = held_out(PROMPTS), call(sys.argv[1:], ()).models
+    names, given, asked = call(sys.argv[1:], (), 1)
+    problems = given if names else held_out(PROMPTS)
     runs = {name: (name, dict[str, Any]()) for name in names} or RUNS
     models = {checkpoint: sinklens.load(checkpoint) for checkpoint, _ in runs.values()}
     sizes = {(model.cfg.n_layers, model.cfg.n_heads) for model in models.values()}
@@ -59,7 +61,8 @@ def main() -> None:
         layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
         ablations = {f"{layer}.{head}": AblateHeads(layers=[layer], heads=[head]) for layer in layers for head in heads}
         prompts = [problem.prompt for problem in problems]
-        found = sweep(model, prompts, ablations, replay=True, gen_length=LENGTH, **settings)
+        settings = {"gen_length": LENGTH} | having(model, asked) | settings
+        found = sweep(model, prompts, ablations, replay=True, **settings)
         effects[name] = found["kl"].mean("step").transpose("prompt", "intervention").to_numpy()
         by_layer = effects[name].mean(axis=0).reshape(len(layers), -1).sum(axis=1)
         print(name, "share of the effect by layer", (by_layer / by_layer.sum()).round(2))
