@@ -1,6 +1,6 @@
 """Is the denoising step encoded in the residual stream? (docs/papers/subliminal-clocks.md)
 
-    python benchmarks/papers/subliminal_clocks.py [MODEL ...]
+    python benchmarks/papers/subliminal_clocks.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 Ridge probes of the step, at undecided positions, on runs of the model's own decoding order, on runs of random order,
 and from one to the other; then the entropy at undecided positions under steering along "late minus early". It took
@@ -10,7 +10,7 @@ and from one to the other; then the entropy at undecided positions under steerin
 import sys
 
 import numpy as np
-from templates import RANDOM, balanced, call, having, loaded, mean
+from templates import RANDOM, Call, call, having, loaded, mean
 
 import sinklens
 from sinklens.experiments import StepOutput, sweep
@@ -37,15 +37,15 @@ def entropy(output: StepOutput) -> np.ndarray:
 
 def main() -> None:
     """Print both tables."""
-    problems = balanced(EACH)
-    prompts = [problem.prompt for problem in problems]
-    kinds = [problem.kind for problem in problems]
-    for name in call(sys.argv[1:], NAMES).models:
+    asked = call(sys.argv[1:], NAMES, EACH)
+    prompts = [problem.prompt for problem in asked.problems]
+    kinds = [problem.kind for problem in asked.problems]
+    for name in asked.models:
         model = loaded(name, masks=True, shuffles=True)
         points = ["hook_embed", "blocks.0.hook_resid_post", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"]
         runs = {
-            "own": sinklens.generate(model, prompts, record_sinks=False),
-            "random": sinklens.generate(model, prompts, record_sinks=False, **having(model, RANDOM)),
+            order: sinklens.generate(model, prompts, record_sinks=False, **asked.settings | given)
+            for order, given in {"own": {}, "random": having(model, RANDOM)}.items()
         }
         parts = {}
         for order, run in runs.items():
@@ -58,13 +58,14 @@ def main() -> None:
             probes = {order: fit_probe(data, point, "step", "ridge", penalty=PENALTY) for order, data in parts.items()}
             print(name, point, "own to random", round(transferred(probes["own"], parts["random"]), 3))
             print(name, point, "random to own", round(transferred(probes["random"], parts["own"]), 3))
-        steer(model, parts["own"], points[1])
+        steer(model, parts["own"], points[1], asked)
 
 
-def steer(model: sinklens.Model, data: ProbeData, point: str) -> None:
+def steer(model: sinklens.Model, data: ProbeData, point: str, asked: Call) -> None:
     """Print the entropy under steering toward late minus that under steering toward early, and of random directions."""
-    problems = [one for number, one in enumerate(balanced(EACH)) if number % EACH >= FITTED]
-    data = data.chosen(data.column("prompt") % EACH < FITTED)
+    each = len(asked.problems) // len({problem.kind for problem in asked.problems})
+    problems = [one for number, one in enumerate(asked.problems) if number % each >= FITTED]
+    data = data.chosen(data.column("prompt") % each < FITTED)
     last = int(data.column("step").max()) + 3  # every third step has data
     steps = [last // 6, last // 2]
     probe = fit_probe(data.with_label("late", data.column("step") >= last // 2), point, "late", "difference")
@@ -74,7 +75,8 @@ def steer(model: sinklens.Model, data: ProbeData, point: str) -> None:
         for name, one in directions.items()
         for sign in (-DOSE, DOSE)
     }
-    found = sweep(model, [problem.prompt for problem in problems], changes, metric=entropy, replay=True)
+    prompts = [problem.prompt for problem in problems]
+    found = sweep(model, prompts, changes, metric=entropy, replay=True, **asked.settings)
     value = found["metric"].mean("step")  # of the steps that were steered
     print(model.name, "unchanged", mean(found["metric_base"].sel(step=steps).mean("step"), problems, ".2f"))
     for name in directions:
