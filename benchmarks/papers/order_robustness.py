@@ -62,7 +62,8 @@ def columns(run: sinklens.Generation, row: int) -> dict[str, int]:
 
 def layouts(model: sinklens.Model, asked: Call) -> None:
     """Print the right answers of both layouts."""
-    texts = sinklens.generate(model, [one.prompt for one in asked.problems], **QUIET, **asked.settings).answers
+    given = having(model, asked.settings)
+    texts = sinklens.generate(model, [one.prompt for one in asked.problems], **QUIET, **given).answers
     last, first = verdicts([one.text or "" for one in texts], asked.problems), number_first(model, asked.problems)
     gap = paired(last, first).difference
     print(f"{model.name}: number last {proportion(int(last.sum()), len(last))}, ", end="")
