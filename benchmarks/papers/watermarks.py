@@ -71,7 +71,8 @@ def generated(
     """A run of all texts; with a seed, tokens are drawn at temperature 1."""
     settings = {"gen_length": LENGTH, "steps": STEPS, "record_sinks": False, "progress": False}
     settings |= {} if by_confidence else having(model, RANDOM)
-    settings |= having(model, {"temperature": 0.0} if seed is None else {"temperature": 1.0, "greedy": False})
+    greedy = having(model, {"greedy": True}) or having(model, {"temperature": 0.0})
+    settings |= greedy if seed is None else having(model, {"temperature": 1.0, "greedy": False})
     return sinklens.generate(model, ["Question:"] * TEXTS, hooks=hooks, seed=seed or 0, **settings)
 
 
@@ -106,7 +107,8 @@ def green_z(run: sinklens.Generation, mark: GreenList) -> np.ndarray:
     share, found = float(green.double().mean()), []
     for row, answer in zip(run.tokens, run.answers, strict=True):
         ids = row[run.prompt_length : run.prompt_length + answer.tokens].unique()
-        found.append(float(green[ids].sum() - share * len(ids)) / (len(ids) * share * (1 - share)) ** 0.5)
+        deviation = (max(1, len(ids)) * share * (1 - share)) ** 0.5  # an empty text has z = 0
+        found.append(float(green[ids].sum() - share * len(ids)) / deviation)
     return np.array(found)
 
 
