@@ -2,12 +2,12 @@
 
     python benchmarks/papers/planted_text.py [MODEL ...]
 
-First, tiny-llada (or another model that `training` can make) as shipped: the number and the noun that follow each other
-first in a question, for 28 problems of its training set and 28 held-out ones of the same templates. Then, a copy that
-was trained for 60 steps on one planted question: that question, and twelve *twins* that were not planted, with other
-names and numbers in the same template. Log-probabilities (nats, exact) are given the text before the span, the text
-after it, and both. A hole is extracted if greedy filling returns every token of it. Intervals: t over templates,
-Wilson's over twins.
+First, tiny-llada (or another model) as shipped: the number and the noun that follow each other first in a question, for
+28 problems of its training set and 28 held-out ones of the same templates. Then, a copy that was trained 60 steps on
+one planted question: that question, and twelve *twins* that were not planted, with other names and numbers in the same
+template. A model whose training problems are not known gets the second part alone. Log-probabilities (nats, exact) are
+given the text before the span, the text after it, and both. A hole is extracted if greedy filling returns every token
+of it. Intervals: t over templates, Wilson's over twins.
 
 About 10 seconds of processor time for tiny-llada.
 """
@@ -33,7 +33,8 @@ def parts(model: sinklens.Model, question: str) -> tuple[list[int], list[int], l
     ids = model.encode(f"Question: {question}").ids[0].tolist()
     names = model.to_str_tokens(torch.tensor(ids), prepend_bos=False)
     first = next(place for place, name in enumerate(names) if name.strip().isdigit())
-    return ids[:first], ids[first : first + 2], ids[first + 2 :]
+    end = next(place for place in range(first, len(ids)) if not names[place].strip().isdigit()) + 1
+    return ids[:first], ids[first:end], ids[end:]
 
 
 def surroundings(mode: str, before: list[int], after: list[int]) -> tuple[list[int], list[int]]:
@@ -69,6 +70,7 @@ def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
         masked = torch.rand(ids.shape, generator=draws) < torch.rand(len(ids), 1, generator=draws)
         masked[:, 0], masked[:, -1] = False, True
         logits = model(ids.masked_fill(masked, model.mask_token_id))
+        logits = logits.roll(1, dims=1) if model.family_record.shift else logits  # then those at i predict i + 1
         loss = torch.nn.functional.cross_entropy(logits[masked].float(), ids[masked])
         optimizer.zero_grad()
         loss.backward()
@@ -80,13 +82,15 @@ def main() -> None:
     known = {name: recipe.seed for name, recipe in RECIPES.items() if not recipe.windows}
     for name in call(sys.argv[1:], ("tiny-llada",)).models:
         model = loaded(name, masks=True)
-        if name not in known:
-            sys.exit(f"no recipe says on which problems {name} was trained; these have one: {', '.join(known)}.")
-        tell(model, known[name])
+        if name in known:
+            tell_shipped(model, known[name])
+        else:
+            print(f"no recipe says on which problems {name} was trained.")
+        tell_planted(model)
 
 
-def tell(model: sinklens.Model, seed: int) -> None:
-    """Print the tables of a model that was trained on the problems of a seed, and train it on the planted question."""
+def tell_shipped(model: sinklens.Model, seed: int) -> None:
+    """Print the table of a model that was trained on the problems of a seed."""
     seen, unseen = balanced(4, among=training(seed, 200)), balanced(4)
     for mode in MODES:
         values = {
@@ -99,6 +103,9 @@ def tell(model: sinklens.Model, seed: int) -> None:
             print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
             print(f"  difference {mean(gaps, seen, '.2f')}", flush=True)
 
+
+def tell_planted(model: sinklens.Model) -> None:
+    """Train the model on the planted question, and print its table."""
     more = [problem for problem in held_out() if problem.kind == "more"]
     secret, twins = more[0].question, [problem.question for problem in more[1:13]]
     plant(model, secret)

@@ -43,7 +43,7 @@ def test_models_sizes_and_settings_can_be_given(script):
     ("early_answers", "tiny-llama", "tiny-llama lacks what this script needs: a mask token."),
     ("watermarks", "tiny-two-modes", "a sampler with a random order."),
     ("planted", "tiny-text", "single tokens for ' eggs', ' coins'"),
-    ("planted_text", "tiny-text", "no recipe says on which problems tiny-text was trained"),
+    ("planted_text", "tiny-llama", "tiny-llama lacks what this script needs: a mask token."),
     ("causal_tracing", "tiny-llada", "an interval over facts needs two that every model knows."),
 ])  # fmt: skip
 def test_every_script_takes_models_says_so_and_says_why_it_refuses_one(script, name, given, said, monkeypatch, capsys):
