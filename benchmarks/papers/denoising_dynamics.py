@@ -1,6 +1,6 @@
 """Does uncertainty that leaves its usual course betray a wrong answer? docs/papers/denoising-dynamics.md.
 
-    python benchmarks/papers/denoising_dynamics.py [MODEL ...]
+    python benchmarks/papers/denoising_dynamics.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 The runs of errors_in_traces.py. A reference course, mean and variance of the entropy at every step, is taken from right
 answers of five folds of problems; a problem of the sixth is scored by its mean squared deviation from it in standard
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 import xarray as xr
-from errors_in_traces import MODELS, Judged, erring_runs, out_of_fold
+from errors_in_traces import EACH, MODELS, Judged, erring_runs, out_of_fold
 from templates import call
 
 import sinklens
@@ -48,8 +48,9 @@ def deviation(power: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.n
 
 def main() -> None:
     """Print the tables."""
-    for name in call(sys.argv[1:], MODELS).models:
-        tell(erring_runs(name))
+    asked = call(sys.argv[1:], MODELS, EACH)
+    for name in asked.models:
+        tell(erring_runs(name, asked))
 
 
 def tell(judged: Judged) -> None:

@@ -1,6 +1,6 @@
 """Does the trace of a run say that its answer is wrong? docs/papers/errors-in-traces.md.
 
-    python benchmarks/papers/errors_in_traces.py [MODEL ...]
+    python benchmarks/papers/errors_in_traces.py [MODEL ...] [each=N] [SETTING=VALUE ...]
 
 Runs of tiny-llada, or of other models, that err: 84 held-out problems, 28 of each template with two steps of
 arithmetic, 6 steps of denoising in random order at temperature 1. From every step come three numbers over undecided
@@ -21,14 +21,14 @@ import xarray as xr
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from templates import RANDOM, balanced, call, having, loaded
+from templates import RANDOM, Call, call, having, loaded
 
 import sinklens
 from sinklens.experiments import step_predictions
 from sinklens.tasks.word_problems import Problem, read_answer
 
 MODELS = ("tiny-llada",)
-STEPS = 6
+EACH, STEPS = 28, 6
 DRAWN = {"temperature": 1.0, "greedy": False}  # settings, each of other samplers, by which tokens are drawn
 TWO_STEPS = ("groups-then-more", "more-then-fewer", "together")
 Features = np.ndarray
@@ -57,10 +57,11 @@ class Judged(NamedTuple):
         print(f"{label}: {auroc(scores, self.wrong, self.kinds):.2f} [{low:.2f}, {high:.2f}]", flush=True)
 
 
-def erring_runs(name: str) -> Judged:
+def erring_runs(name: str, asked: Call) -> Judged:
     """A run in which many answers are wrong; prints how many."""
-    problems, model = balanced(28, TWO_STEPS), loaded(name, masks=True, shuffles=True)
-    settings = {"steps": STEPS, "record_sinks": False} | having(model, RANDOM | DRAWN)
+    problems = [problem for problem in asked.problems if problem.kind in TWO_STEPS]
+    model = loaded(name, masks=True, shuffles=True)
+    settings = {"steps": STEPS, "record_sinks": False} | having(model, RANDOM | DRAWN) | asked.settings
     run = sinklens.generate(model, [problem.prompt for problem in problems], progress=False, **settings)
     results = zip(run.answers, problems, strict=True)
     wrong = np.array([read_answer(answer.text or "") != problem.result for answer, problem in results])
@@ -71,7 +72,8 @@ def erring_runs(name: str) -> Judged:
 def step_features(found: xr.Dataset) -> np.ndarray:
     """Mean entropy, highest entropy and smallest gap of undecided answer positions, [problem, step, 3]."""
     entropy, gap = (found[name].where(found["masked"] & found["answer"]) for name in ("entropy", "gap"))
-    return np.stack([entropy.mean("pos"), entropy.max("pos"), gap.min("pos")], axis=-1)
+    found = [entropy.mean("pos").fillna(0), entropy.max("pos").fillna(0), gap.min("pos").fillna(1)]  # all is decided
+    return np.stack(found, axis=-1)
 
 
 def fitted(train: Features, labels: np.ndarray, test: Features) -> np.ndarray:
@@ -91,7 +93,8 @@ def out_of_fold(features: Features, wrong: np.ndarray, fit: Callable = fitted, f
 
 def best_window(train: np.ndarray, labels: np.ndarray, test: np.ndarray) -> np.ndarray:
     """Scores by the window of steps that separates the training problems best, in six folds of them."""
-    windows = [slice(first, last) for first in range(STEPS) for last in range(first + 1, STEPS + 1)]
+    steps = train.shape[1]
+    windows = [slice(first, last) for first in range(steps) for last in range(first + 1, steps + 1)]
 
     def held(window: slice) -> float:
         part = train[:, window].reshape(len(labels), -1)
@@ -112,8 +115,9 @@ def auroc(scores: np.ndarray, wrong: np.ndarray, kinds: np.ndarray) -> float:
 
 def main() -> None:
     """Print the tables."""
-    for name in call(sys.argv[1:], MODELS).models:
-        tell(erring_runs(name))
+    asked = call(sys.argv[1:], MODELS, EACH)
+    for name in asked.models:
+        tell(erring_runs(name, asked))
 
 
 def tell(judged: Judged) -> None:
@@ -123,7 +127,7 @@ def tell(judged: Judged) -> None:
     features = step_features(judged.found)
     numbers = [[one.result, sum(map(len, one.question.split()))] for one in judged.problems]
     report("the problem alone", out_of_fold(np.array(numbers, dtype=float), wrong))
-    for step in range(STEPS):
+    for step in range(features.shape[1]):
         report(f"step {step}", out_of_fold(features[:, step], wrong))
     report("mean over steps", out_of_fold(features.mean(axis=1), wrong))
     report("all steps", out_of_fold(features.reshape(len(wrong), -1), wrong))
