@@ -53,11 +53,19 @@ def call(given: Sequence[str], models: Sequence[str], each: int = 0) -> Call:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {', '.join(models)}")
     given = parser.parse_args(given).models
-    settings = {name: json.loads(value) for name, _, value in (one.partition("=") for one in given if "=" in one)}
+    settings = {name: read(value) for name, _, value in (one.partition("=") for one in given if "=" in one)}
     if settings and not each:
         parser.error(f"this script takes models only; got {', '.join(settings)}.")
     problems = balanced(settings.pop("each", each))
     return Call([one for one in given if "=" not in one] or models, problems, settings)
+
+
+def read(value: str) -> Any:
+    """The value of a setting: JSON, or a text without quotation marks."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def loaded(name: str, masks: bool = False, shuffles: bool = False, words: Iterable[str] = ()) -> sinklens.Model:

@@ -35,7 +35,9 @@ def test_answers_have_score_intervals(script, values, lowest, text):
 
 def test_models_sizes_and_settings_can_be_given(script):
     tables = script("templates")
-    assert tables.call(["a", "each=1", "steps=8"], ("b",), 3) == (["a"], tables.balanced(1), {"steps": 8})
+    assert tables.call(["a", "each=1", "steps=8", "order=confidence"], ("b",), 3) == (
+        ["a"], tables.balanced(1), {"steps": 8, "order": "confidence"},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given", "said"), [
