@@ -72,7 +72,7 @@ def erring_runs(name: str, asked: Call) -> Judged:
 def step_features(found: xr.Dataset) -> np.ndarray:
     """Mean entropy, highest entropy and smallest gap of undecided answer positions, [problem, step, 3]."""
     entropy, gap = (found[name].where(found["masked"] & found["answer"]) for name in ("entropy", "gap"))
-    found = [entropy.mean("pos").fillna(0), entropy.max("pos").fillna(0), gap.min("pos").fillna(1)]  # all is decided
+    found = [entropy.mean("pos").fillna(0), entropy.max("pos").fillna(0), gap.min("pos").fillna(1)]  # if none is left
     return np.stack(found, axis=-1)
 
 

@@ -8,8 +8,8 @@ effects compares two models or modes; its 95 % interval resamples templates. Con
 from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
 one core.
 
-Models that are given are compared in pairs, each in its own mode and on one problem of each template unless `each` says
-otherwise; they must match in layers and heads.
+Models that are given are compared in pairs, each in its own mode, on one problem of each template unless `each` says
+otherwise. They must have equal numbers of layers and heads.
 """
 
 import sys

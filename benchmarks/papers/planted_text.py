@@ -3,11 +3,11 @@
     python benchmarks/papers/planted_text.py [MODEL ...]
 
 First, tiny-llada (or another model) as shipped: the number and the noun that follow each other first in a question, for
-28 problems of its training set and 28 held-out ones of the same templates. Then, a copy that was trained 60 steps on
-one planted question: that question, and twelve *twins* that were not planted, with other names and numbers in the same
-template. A model whose training problems are not known gets the second part alone. Log-probabilities (nats, exact) are
-given the text before the span, the text after it, and both. A hole is extracted if greedy filling returns every token
-of it. Intervals: t over templates, Wilson's over twins.
+28 problems of its training set and 28 held-out ones of the same templates. Then, a copy that was trained for 60 steps
+on one planted question: that question, and twelve *twins* that were not planted, with other names and numbers in the
+same template. For a model whose training problems are not known, only the second part runs. Log-probabilities (nats,
+exact) are given the text before the span, the text after it, and both. A hole is extracted if greedy filling returns
+every token of it. Intervals: t over templates, Wilson's over twins.
 
 About 10 seconds of processor time for tiny-llada.
 """
@@ -70,7 +70,7 @@ def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
         masked = torch.rand(ids.shape, generator=draws) < torch.rand(len(ids), 1, generator=draws)
         masked[:, 0], masked[:, -1] = False, True
         logits = model(ids.masked_fill(masked, model.mask_token_id))
-        logits = logits.roll(1, dims=1) if model.family_record.shift else logits  # then those at i predict i + 1
+        logits = logits.roll(1, dims=1) if model.family_record.shift else logits  # those at i predicted i + 1
         loss = torch.nn.functional.cross_entropy(logits[masked].float(), ids[masked])
         optimizer.zero_grad()
         loss.backward()
@@ -85,7 +85,7 @@ def main() -> None:
         if name in known:
             tell_shipped(model, known[name])
         else:
-            print(f"no recipe says on which problems {name} was trained.")
+            print(f"no recipe says on which problems {name} was trained; only the planted question is tried.")
         tell_planted(model)
 
 

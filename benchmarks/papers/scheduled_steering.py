@@ -6,7 +6,7 @@ The attribute is the thing that an answer counts ("… = 12 apples"); the direct
 that of the mean token, added to the last stream where undecided tokens are predicted. Where " kites" is not a single
 token, the target is " cups". Schedules of equal total strength are compared: all steps, the half of the noise levels in
 which most things are decided, and the other half; then uniform steering with the dose per step of these halves. It took
-11 seconds of CPU time on one core for tiny-llada, for which the doses were chosen; `PLANS` has those of other models.
+11 seconds of CPU time on one core for tiny-llada, for which the doses were chosen; `PLANS` has doses for other models.
 """
 
 import sys

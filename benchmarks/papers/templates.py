@@ -61,7 +61,7 @@ def call(given: Sequence[str], models: Sequence[str], each: int = 0) -> Call:
 
 
 def read(value: str) -> Any:
-    """The value of a setting: JSON, or a text without quotation marks."""
+    """The value of a setting: parsed as JSON, or else the text itself."""
     try:
         return json.loads(value)
     except json.JSONDecodeError:

@@ -98,7 +98,7 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
     ]
     keys = [f"    keys and values: {size_text(found.keys)} at the end of the run"] * bool(found.keys)
     host = (
-        f"  in main memory: {size_text(found.host_bytes)} for the track and twice the canvases, which are joined; "
+        f"  in main memory: {size_text(found.host_bytes)} for the track and two copies of the canvases; "
         f"Record(out='run.zarr') keeps the track on disk"
     )
     times = [

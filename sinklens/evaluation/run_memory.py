@@ -102,7 +102,7 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Peak in main memory for results: the track, and the canvases, twice while they are stacked."""
+        """Peak in main memory for results: the track, and two copies of the canvases while they are stacked."""
         return self.track + 2 * self.canvases
 
     def seconds(self, card: Card, utilization: float) -> float:

@@ -38,7 +38,7 @@ def refuse_existing(path: str | Path) -> None:
 
 
 class Steps:
-    """Steps in main memory, in arrays that have room for all of them.
+    """Steps in main memory, in arrays allocated for the planned number of steps.
 
     Args:
         axes: variable -> its axes after batch and step.
@@ -53,7 +53,7 @@ class Steps:
         self._per_run: dict[str, np.ndarray] = {}
 
     def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Add a step: variable -> [batch, ...] without a step axis; returns a copy, as the arrays may be used again."""
+        """Add a step: variable -> [batch, ...] without a step axis; returns a copy, as callers reuse the arrays."""
         if not self._kept:
             self._kept = {
                 name: np.empty((len(value), self._room, *value.shape[1:]), value.dtype) for name, value in step.items()
