@@ -150,7 +150,7 @@ def test_a_captured_pass_is_one_graph_for_a_compiler(counts, monkeypatch, unchec
 
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize(("record", "hooks"), [(False, ()), (True, ()), (True, [MaskSinks(3)])])
-def test_a_step_leaves_its_canvas_and_what_it_records(counts, monkeypatch, replayed, record, hooks):
+def test_a_step_leaves_no_tensor_but_its_canvas(counts, monkeypatch, replayed, record, hooks):
     model, found = sinklens.load("tiny-llada"), []
     monkeypatch.setattr(captured, "DEVICES", ("cpu",) if replayed else ())
     monkeypatch.setattr(captured, "_under_a_mode", lambda device: False)
@@ -160,8 +160,7 @@ def test_a_step_leaves_its_canvas_and_what_it_records(counts, monkeypatch, repla
         listener = SimpleNamespace(before=lambda step, state: found.append(live.now), after=lambda step, state: None)
         run.carry_out([listener])
     kept = 2 * 20 * 8 + 2 * (1 + 8)  # the canvas; which rows ran, and how many positions were chosen among equals
-    recorded = 2 * 20 * (4 * model.cfg.n_layers * model.cfg.n_heads + 4 + 1 + 1)  # scores, tokens, masked, committed
-    assert np.diff(found[4:]).tolist() == [kept + recorded * record] * 7
+    assert np.diff(found[4:]).tolist() == [kept] * 7  # a record's arrays have room for all steps
     assert bool(counts) is replayed
 
 
