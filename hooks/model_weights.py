@@ -32,8 +32,8 @@ def _stacked(part: str, name: str) -> property:
     """The weights called `name` of all layers, stacked along a new first axis."""
 
     def stack(tree: Any) -> Float[Tensor, "layer *shape"]:
-        device = tree.cfg.device  # layers may be on several devices
-        weights = [getattr(getattr(block, part), name).to(device) for block in tree.blocks]
+        # layers may be on several devices
+        weights = [getattr(getattr(block, part), name).to(tree.cfg.device) for block in tree.blocks]
         shapes = {tuple(weight.shape): layer for layer, weight in reversed(list(enumerate(weights)))}
         found = ", ".join(f"{list(shape)} from layer {layer}" for shape, layer in reversed(shapes.items()))
         require(

@@ -128,13 +128,11 @@ class HookTree(ModelWeights, HookFront):
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
-        of, known = self._names
-        if of is not self.cfg:  # a switch was turned
+        if self._names[0] is not self.cfg:  # a switch was turned
             on = [name for name in self.hook_dict if not name.startswith("denoise.") and self.is_on(name)]
             canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
-            known = [canvas, *on, *others]
-            self._names = self.cfg, known
-        return list(known)
+            self._names = self.cfg, [canvas, *on, *others]
+        return list(self._names[1])
 
     @property
     def timed(self) -> bool:

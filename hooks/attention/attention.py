@@ -77,8 +77,7 @@ class Operands(NamedTuple):
         if self.mask is None:
             return self.bias
         mask = self.mask[..., :1, :] if self.mask.stride(-2) == 0 else self.mask  # one row, shared by all queries
-        zero = self.query.new_zeros(()) if self.bias is None else self.bias
-        return torch.where(mask, zero, -torch.inf)
+        return torch.where(mask, self.query.new_zeros(()) if self.bias is None else self.bias, -torch.inf)
 
     def visible(self) -> Visible:
         """Number of keys that the model's mask allows each query to see."""

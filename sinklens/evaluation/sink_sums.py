@@ -19,9 +19,7 @@ class SinkSums:
     def __call__(self, track: SinkTrack) -> None:
         """Add some steps."""
         seen = _to_all_queries(track)
-        score = seen.scores()
-        if seen.causal:  # until each row's end
-            score = score.where(seen.running)
+        score = seen.scores().where(seen.running)
         self._sinks = self._sinks + (seen.detect() & score.notnull()).sum(("step", *HEADS, "pos")).to_numpy()
         self._heads = self._heads + score.notnull().any("pos").sum(("step", *HEADS)).to_numpy()
 
@@ -29,7 +27,7 @@ class SinkSums:
         """Sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"), [batch].
 
         Under a cache policy, scores are means over the queries that the step computed, times the number of positions,
-        so that uniform attention is 1 as in an exact run. Steps after an autoregressive row's end are ignored.
+        so that uniform attention is 1 as in an exact run. Steps at which a row waits for others are ignored.
         """
         with np.errstate(invalid="ignore"):
             return np.asarray(self._sinks / self._heads)

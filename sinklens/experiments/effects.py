@@ -288,9 +288,7 @@ def _of_steps(
     found = {name: np.full((len(base.answers), steps), np.nan) for name in names}
     for step in sorted(set(base_logits) & set(changed_logits)):
         base_places, changed_places = kept_places(base, step), kept_places(changed, step)
-        both = base_places & changed_places
-        if base.causal:  # rows that had ended only wait
-            both = both & base.active[:, [step]] & changed.active[:, [step]]
+        both = base_places & changed_places & base.active[:, [step]] & changed.active[:, [step]]
         p = base_logits[step][both[base_places]].double().log_softmax(-1)
         q = changed_logits[step][both[changed_places]].double().log_softmax(-1)
         known = ~(p.isnan() | q.isnan()).any(dim=-1)  # a cache policy does not compute every masked position

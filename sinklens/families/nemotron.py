@@ -158,8 +158,7 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
     @property
     def steps(self) -> int:
         """Largest number of steps: the prompt's pass, and cycles that take a single token each."""
-        drafts = 1 if self.draft_threshold == 0 else self.block_length
-        return 1 + (self.gen_length - 1) * (drafts + 1)
+        return 1 + (self.gen_length - 1) * (1 + (1 if self.draft_threshold == 0 else self.block_length))
 
     def fitted(self, prompt_lengths: Sequence[int]) -> "LinearSpeculationSettings":
         """These settings.

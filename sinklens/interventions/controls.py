@@ -70,8 +70,8 @@ def of_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: Chosen
     """Keys of the rest in descending `order`, as many as bring their summed score nearest to that of `found`."""
     places = order.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     mass = (scores * rest).gather(-1, places)
-    enough = (scores * found).sum(dim=-1, keepdim=True)
-    wanted = mass.cumsum(dim=-1) - mass / 2 <= enough  # taking a key of mass m is nearer if half of it fits
+    # taking a key of mass m is nearer if half of it fits
+    wanted = mass.cumsum(dim=-1) - mass / 2 <= (scores * found).sum(dim=-1, keepdim=True)
     return torch.zeros_like(rest).scatter(-1, places, wanted) & rest & found.any(dim=-1, keepdim=True)
 
 

@@ -34,6 +34,11 @@ class Choice:
         """Keep the places of a step."""
         self.packed[step] = np.packbits(mask.cpu().numpy(), axis=-1)
 
+    def end_step(self, step: int, active: Bool[np.ndarray, " batch"]) -> None:
+        """Drop the places in rows that the step did not work on."""
+        if step in self.packed and not active.all():
+            self.packed[step] = self.packed[step] * active[:, None, None, None]
+
     @property
     def places(self) -> Bool[xr.DataArray, "#batch step #layer #head pos"]:
         """True at the places; an axis along which they never differ has size 1."""

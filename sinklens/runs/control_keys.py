@@ -43,11 +43,13 @@ class ControlCount:
         label: the intervention and its control, for messages.
         rows: the rows of the run that the intervention changes.
         sums: by row, the number of keys requested and picked, and of heads and steps with too few control keys.
+        step: the same, of the step that runs.
     """
 
     label: str
     rows: slice
     sums: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long))
+    step: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long))
 
     def add(
         self,
@@ -61,7 +63,7 @@ class ControlCount:
             requested, picked: number of keys.
             short: heads with too few control keys.
         """
-        self.sums = self.sums + torch.stack([part.sum(dim=1) for part in (requested, picked, short)])
+        self.step = self.step + torch.stack([part.sum(dim=1) for part in (requested, picked, short)])
 
 
 @dataclass
@@ -91,13 +93,19 @@ class ControlLog:
         """Keep whether a rule found a place at a step."""
         self.found[rule] = found or self.found.get(rule, False)
 
+    def end_step(self, active: Bool[Tensor, " batch"]) -> None:
+        """Keep the counts of the step that ended, in the rows that it worked on; run alone, others had no such step."""
+        for count in self.counts:
+            count.sums = count.sums + count.step * active[count.rows].to(count.step.device)
+            count.step = torch.zeros_like(count.step)
+
     def totals(self, batch: int) -> ControlKeys | None:
         """The sums over all rules by row; None if the run has no control."""
         if not self.counts:
             return None
         sums = torch.zeros(3, batch, dtype=torch.long)
         for count in self.counts:
-            sums[:, count.rows] += count.sums.cpu()
+            sums[:, count.rows] += (count.sums + count.step).cpu()
         return ControlKeys(*sums[:2])
 
     def report(self, refuse: bool = True) -> None:
@@ -110,7 +118,9 @@ class ControlLog:
             SettingError: keys to control for were found, and no control key at any step of any row.
         """
         for count in self.counts:
-            requested, picked, short = torch.atleast_2d(count.sums.cpu()).expand(3, -1).sum(dim=1).tolist()
+            requested, picked, short = (
+                torch.atleast_2d((count.sums + count.step).cpu()).expand(3, -1).sum(dim=1).tolist()
+            )
             empty = requested > 0 and picked == 0
             require(
                 not empty or not refuse,

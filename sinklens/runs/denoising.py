@@ -140,7 +140,8 @@ class Denoising:
         reused = VARIABLES if state.keys is not None or self.settings.reuses_keys else {}
         return SinkRecorder(
             Record() if record is True else record, tree, self.sums, state.real.cpu(), self.settings.most_steps,
-            {**dict.fromkeys(of_pass(tree), ()), **reused}, state.keys is not None, self.settings.left_to_right,
+            {**dict.fromkeys(["active", *of_pass(tree)], ()), **reused}, state.keys is not None,
+            self.settings.left_to_right,
         )  # fmt: skip
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
@@ -260,9 +261,12 @@ class Denoising:
                 raise HookOrderError(never_passed(name, self.settings.name))
         self._report(step + 1, self.settings.most_steps)
         self.sums.end_step()
+        self.controls.end_step(state.active)
         if self._recorder is None:
             return
-        canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
+        for choice in self._choices:
+            choice.end_step(step, state.active.cpu().numpy())
+        canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after(), state.active)
         self.describe(canvases["token_id"])  # first, because a step is readable as soon as it is in the store
         self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
 

@@ -370,16 +370,21 @@ def of_pass(tree: "HookTree", rows: int = 0) -> dict[str, np.ndarray]:
 
 
 def step_canvases(
-    entered: Int[Tensor, "batch pos"], before: Bool[Tensor, "batch pos"], after: Bool[Tensor, "batch pos"]
+    entered: Int[Tensor, "batch pos"],
+    before: Bool[Tensor, "batch pos"],
+    after: Bool[Tensor, "batch pos"],
+    active: Bool[Tensor, " batch"],
 ) -> dict[str, np.ndarray]:
-    """``token_id``, ``masked`` and ``committed`` of a step.
+    """``token_id``, ``masked``, ``committed`` and ``active`` of a step.
 
     Args:
         entered: the canvas that the step worked on.
         before, after: the undecided positions before and after the step.
+        active: the rows that it worked on.
     """
     return {
         "token_id": entered.to(torch.int32).cpu().numpy(),
         "masked": before.cpu().numpy(),
         "committed": (before & ~after).cpu().numpy(),
+        "active": active.cpu().numpy(),
     }

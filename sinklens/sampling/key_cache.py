@@ -90,8 +90,7 @@ class History:
     @property
     def complete(self) -> Bool[Tensor, "batch layer"]:
         """Whether the step before computed every key of a layer; False in step 0."""
-        left_out = ((self.age > 1) | self.gone) & self.real[:, None]
-        return ~left_out.any(dim=2) & (self.step > 0)
+        return ~(((self.age > 1) | self.gone) & self.real[:, None]).any(dim=2) & (self.step > 0)
 
 
 class Policy(ABC):

@@ -47,8 +47,9 @@ class TrackData:
         data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
             yet); ``token_id`` [batch, step, pos], the ids at the start of the step (-1 where undecided in an
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
-            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos];
-            ``final_id`` [batch, pos], the ids after the run; of a model that changes its attention ``mode`` and
+            committed during the step; ``active`` [batch, step], the rows that the step worked on; ``is_real``
+            [batch, pos], False on padding; ``unmask_step`` [batch, pos]; ``final_id`` [batch, pos], the ids after the
+            run; of a model that changes its attention ``mode`` and
             ``block_start`` [batch, step], see `modes`; and any other recorded variables (`quantities`). Each axis has
             its indices as coordinate.
             Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
@@ -179,12 +180,14 @@ class TrackData:
 
     @property
     def running(self) -> xr.DataArray:
-        """False at the steps of an autoregressive batch after a row's end token, [batch, step].
+        """False at the steps at which a row waits for the others of its batch, [batch, step].
 
-        A row that has finished waits for the others: it still passes through the model, but nothing in it changes. Run
-        alone, the row would not have these steps. A row of a diffusion run that waits looks like any other here, and
-        without end-token ids (`special`), rows never end.
+        A row that has finished its block or its answer still passes through the model, but nothing in it changes. Run
+        alone, the row would not have these steps. In tracks without ``active``, which earlier versions recorded, rows
+        of diffusion runs never wait, and others wait after their end token, if its id is known (`special`).
         """
+        if "active" in self.data:
+            return self.data["active"]
         ended = self.data["token_id"].isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
         return ~ended if self.causal else xr.ones_like(ended)
 

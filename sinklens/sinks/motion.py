@@ -117,8 +117,7 @@ def static_sinks(found: xr.DataArray, exists: xr.DataArray) -> Float[xr.DataArra
     """
     found = _sinks(found, exists)
     ever = found.any("step")
-    always = ever & (found | ~exists).all("step")
-    return always.sum((*HEADS, "pos")) / ever.sum((*HEADS, "pos"))
+    return (ever & (found | ~exists).all("step")).sum((*HEADS, "pos")) / ever.sum((*HEADS, "pos"))
 
 
 def lifetimes(found: xr.DataArray, exists: xr.DataArray) -> "DataFrame":
@@ -285,9 +284,8 @@ def motion_table(track: SinkTrack, detector: Detector | None = None) -> "DataFra
 
 
 def _scores(track: SinkTrack) -> xr.DataArray:
-    """The scores while a row is running; NaN after its end, while it waits for the rest of its batch."""
-    score = track.scores()
-    return score.where(track.running) if track.causal else score
+    """The scores while a row is running; NaN while it waits for the rest of its batch."""
+    return track.scores().where(track.running)
 
 
 def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:

@@ -10,6 +10,7 @@ from watching import PADDED, logits_of, watch
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.experiments import effect
 from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
@@ -24,6 +25,8 @@ from sinklens.interventions import (
 from sinklens.interventions.places import follows_run
 from sinklens.interventions.rules import InArray, Positions
 from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.sinks.kinds import enrichment
+from sinklens.sinks.motion import motion_table
 from sinklens.tasks import held_out
 
 WAYS = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
@@ -163,9 +166,8 @@ def test_rules_and_interventions_without_a_meaning_are_refused(call, text):
 def test_whether_places_follow_the_run_is_known_of_every_rule():
     follows = [TopK(1), Where(top_k=1), EveryThird(), ~TWO, OfKind("digit") | TWO]
     others = ["digit", OfKind("digit"), ~OfKind("digit"), Positions([1]), torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)]
-    assert all(follows_run(AblateHeads(where=where)) for where in follows)
+    assert all(map(follows_run, [MaskSinks(), *(AblateHeads(where=where) for where in follows)]))
     assert not any(follows_run(AblateHeads(where=where)) for where in (*others, None, Where(top_k=1, same_step=True)))
-    assert follows_run(MaskSinks())
     assert not follows_run(MaskSinks(top_k=None, where="digit"))
 
 
@@ -181,6 +183,31 @@ def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):
         assert torch.equal(*[run.tokens[at, run.prompt_length :] for run, at in ((alone, 0), (together, row))])
         waits += together.steps_run - alone.steps_run
     assert waits > 10
+
+
+SHORT, LONG = (
+    f"Question: {question}\nAnswer:"
+    for question in ("Ben has 9 eggs.", "Tom has 5 apples. He buys 7 more. How many apples does Tom have now?")
+)
+
+
+@pytest.mark.parametrize(("name", "prompts", "given"), [
+    ("tiny-llama", (SHORT, LONG), {}), ("tiny-sdar", (LONG, SHORT), {}),
+    ("tiny-llada", (SHORT, LONG), {"stop_at_eos": True, "block_length": 8, "gen_length": 32}),
+])  # fmt: skip
+def test_steps_at_which_the_last_row_waits_count_for_nothing(name, prompts, given):
+    model, found = sinklens.load(name), []
+    for batch in (prompts, prompts[1:]):
+        base = sinklens.generate(model, list(batch), progress=False, **given)
+        control = MaskSinks(2, source=base, same_step=True, pick="random")
+        changed = effect(model, list(batch), control, **given)
+        found.append([
+            base.steps_run, changed.free.control_keys.picked[-1].item(), control.keys(changed.free)[-1].sum().item(),
+            *enrichment(base.sinks).sinks[-1].to_numpy(), *motion_table(base.sinks).iloc[-1],
+            changed.under_replay.kl[-1].mean().item(),
+        ])  # fmt: skip
+    assert found[0][0] > found[1][0]
+    assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4, nan_ok=True)
 
 
 # --- what a run records ---

@@ -46,8 +46,8 @@ def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, 
 
     monkeypatch.setattr(StoredSteps, "append", watch)
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=Record(QUANTITIES, out=tmp_path / "run.zarr"))
-    assert len(appended) == 5 * 10
-    assert max(alive) <= 10
+    assert len(appended) == 5 * 11
+    assert max(alive) <= 11
 
 
 def small_step(step, size=4):
