@@ -63,6 +63,8 @@ class MaskKeys(AtKeys):
     def keys(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that a run with this intervention in its hooks recorded (`Generation.chosen`).
 
+        None at steps at which a row only waits for its batch.
+
         Raises:
             SettingError: a run without this intervention, or without sinks.
         """

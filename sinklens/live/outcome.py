@@ -101,7 +101,10 @@ class RunOutcome:
             self.unmask_step[None],
             dict(self.attrs),
         )
-        data = found.data.assign(final_id=(("batch", "pos"), self.canvas[None, -1].astype(np.int64)))
+        data = found.data.assign(
+            final_id=(("batch", "pos"), self.canvas[None, -1].astype(np.int64)),
+            active=(("batch", "step"), np.ones((1, self.steps), dtype=bool)),  # a row alone never waits
+        )
         if not self.kinds:
             return SinkTrack(data)
         modes = [-1 if kind.mode is None else MODES.index(kind.mode) for kind in self.kinds]
@@ -117,7 +120,7 @@ class RunOutcome:
             canvas=torch.from_numpy(self.canvas.copy())[None],
             undecided=torch.from_numpy(self.undecided.copy())[None],
             unmask_step=torch.from_numpy(self.unmask_step.copy())[None],
-            active=torch.ones(1, self.steps, dtype=torch.bool),  # a row alone never waits
+            active=torch.ones(1, self.steps, dtype=torch.bool),
             real=torch.from_numpy(self.real.copy())[None],
             prompt_length=self.prompt_length,
             answers=(self.answer,),

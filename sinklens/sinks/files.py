@@ -32,7 +32,7 @@ FILE = "track.nc"  # in a folder on the hub
 PLACES = ("batch", "step", "pos")
 VARIABLES = {  # name -> axes and kinds of numbers
     "score": (AXES, "f"), "token_id": (PLACES, "iu"), "masked": (PLACES, "b"), "committed": (PLACES, "b"),
-    "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"), "final_id": (("batch", "pos"), "iu"),
+    "active": (("batch", "step"), "b"), "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"), "final_id": (("batch", "pos"), "iu"),
 }  # fmt: skip
 DOCUMENTS = ("settings", "versions", "vocabulary", "special")  # attributes that hold a JSON object
 ATTRIBUTES: dict[str, Any] = dict.fromkeys(
@@ -130,7 +130,9 @@ def _check(data: xr.Dataset) -> None:
     for seed in np.ravel(attributes.get("seed", [])).tolist():
         read_as(int, "a seed", seed)
     for name, (axes, kinds) in VARIABLES.items():
-        if (name in data or name != "final_id") and (data[name].dims != axes or data[name].dtype.kind not in kinds):
+        if (name in data or name not in ("final_id", "active")) and (
+            data[name].dims != axes or data[name].dtype.kind not in kinds
+        ):
             raise SettingError(f"{name} must have the axes {axes}; it has {data[name].dims} of {data[name].dtype}")
     for axis, values in data.coords.items():
         require(values.dims == (axis,), f"the coordinate {axis} must have the axis {axis}; it has {values.dims}")

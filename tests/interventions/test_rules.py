@@ -232,7 +232,11 @@ def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, caus
     keys, count = masking.keys(run).to_numpy(), 0
     for step in range(run.steps_run):
         mask = watched.stacked("hook_attn_mask", step)[..., -1, :]  # [layer, batch, head, key]
-        hidden = (mask == -torch.inf).transpose(0, 1).numpy() & run.real[:, None, None, : mask.shape[-1]].numpy()
+        hidden = (
+            (mask == -torch.inf).transpose(0, 1)
+            & run.real[:, None, None, : mask.shape[-1]]
+            & run.active[:, step, None, None, None]
+        ).numpy()
         np.testing.assert_array_equal(keys[:, step][..., : mask.shape[-1]], hidden)
         count += hidden.sum()
     assert count > 10
