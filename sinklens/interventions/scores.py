@@ -135,7 +135,7 @@ def check_source(source: SinkTrack, run: RunContext) -> None:
     require(
         source.causal == run.causal and there == sizes,
         f"source is a run of kind {kinds[0]} with {there}, this run {kinds[1]} with {sizes}; record it with this "
-        f"model and these prompts.",
+        f"model and these prompts, as many at a time (a sweep runs batch_size= prompts together).",
     )
 
 

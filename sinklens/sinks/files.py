@@ -32,7 +32,8 @@ FILE = "track.nc"  # in a folder on the hub
 PLACES = ("batch", "step", "pos")
 VARIABLES = {  # name -> axes and kinds of numbers
     "score": (AXES, "f"), "token_id": (PLACES, "iu"), "masked": (PLACES, "b"), "committed": (PLACES, "b"),
-    "active": (("batch", "step"), "b"), "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"), "final_id": (("batch", "pos"), "iu"),
+    "active": (("batch", "step"), "b"), "is_real": (("batch", "pos"), "b"), "unmask_step": (("batch", "pos"), "iu"),
+    "final_id": (("batch", "pos"), "iu"),
 }  # fmt: skip
 DOCUMENTS = ("settings", "versions", "vocabulary", "special")  # attributes that hold a JSON object
 ATTRIBUTES: dict[str, Any] = dict.fromkeys(
