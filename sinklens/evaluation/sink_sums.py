@@ -27,7 +27,7 @@ class SinkSums:
         """Sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"), [batch].
 
         Under a cache policy, scores are means over the queries that the step computed, times the number of positions,
-        so that uniform attention is 1 as in an exact run. Steps at which a row waits for others are ignored.
+        so that uniform attention is 1 as in an exact run. Steps after a row's end are ignored.
         """
         with np.errstate(invalid="ignore"):
             return np.asarray(self._sinks / self._heads)

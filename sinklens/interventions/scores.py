@@ -112,10 +112,10 @@ class StepScores:
 
 
 def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.device) -> ScoredStep:
-    """The data recorded at one index of the step axis; rows that had ended by then, or waited, have no score there."""
+    """The data recorded at one index of the step axis; rows that had ended by then have no score there."""
     track = source.isel(step=place, layer=layers)
     token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
-    there = ~score.isnan().all(dim=2).all(dim=1) & torch.from_numpy(track.running.to_numpy())
+    there = ~score.isnan().all(dim=2).all(dim=1) & torch.from_numpy(source.running.to_numpy()[:, [place]])
     if not bool(there.any()):
         return ScoredStep({})
     length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded

@@ -49,9 +49,8 @@ class TrackData:
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
             committed during the step; ``active`` [batch, step], the rows that the step worked on; ``is_real``
             [batch, pos], False on padding; ``unmask_step`` [batch, pos]; ``final_id`` [batch, pos], the ids after the
-            run; of a model that changes its attention ``mode`` and
-            ``block_start`` [batch, step], see `modes`; and any other recorded variables (`quantities`). Each axis has
-            its indices as coordinate.
+            run; of a model that changes its attention ``mode`` and ``block_start`` [batch, step], see `modes`; and any
+            other recorded variables (`quantities`). Each axis has its indices as coordinate.
             Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
             prompt_length, dtype, device, versions, vocabulary, special.
     """
@@ -180,14 +179,16 @@ class TrackData:
 
     @property
     def running(self) -> xr.DataArray:
-        """False at the steps at which a row waits for the others of its batch, [batch, step].
+        """False after a row's last step, where it only waits for the others of its batch, [batch, step].
 
-        A row that has finished its block or its answer still passes through the model, but nothing in it changes. Run
-        alone, the row would not have these steps. In tracks without ``active``, which earlier versions recorded, rows
-        of diffusion runs never wait, and others wait after their end token, if its id is known (`special`).
+        A row that has finished its answer still passes through the model, but nothing in it changes. Run alone, the row
+        would not have these steps. (Under `threshold`, it also waits at steps between its own, which are not marked
+        here.) In tracks without ``active``, which earlier versions recorded, rows of a diffusion run look as if they
+        never waited, and others wait after their end token, if its id is known (`special`).
         """
         if "active" in self.data:
-            return self.data["active"]
+            active = self.data["active"]
+            return active.copy(data=np.maximum.accumulate(active.to_numpy()[:, ::-1], axis=1)[:, ::-1])
         ended = self.data["token_id"].isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
         return ~ended if self.causal else xr.ones_like(ended)
 

@@ -284,7 +284,7 @@ def motion_table(track: SinkTrack, detector: Detector | None = None) -> "DataFra
 
 
 def _scores(track: SinkTrack) -> xr.DataArray:
-    """The scores while a row is running; NaN while it waits for the rest of its batch."""
+    """The scores while a row is running; NaN after its end, while it waits for the rest of its batch."""
     return track.scores().where(track.running)
 
 
