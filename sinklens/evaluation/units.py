@@ -215,13 +215,16 @@ def _task_settings(task: Task) -> dict[str, Any]:
     if not is_dataclass(task):
         return {}
     found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name != "path"}
-    plain = (str, int, float, type(None))
-    return {name: value if isinstance(value, plain) else fingerprint(value) for name, value in found.items()}
+    return {
+        name: value if isinstance(value, str | int | float | None) else fingerprint(value)
+        for name, value in found.items()
+    }
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
     answer = run.answers[row]
-    steps = answer.tokens + answer.ended if run.causal else int(run.active[row].sum())  # without those it waited in
+    own = torch.nn.functional.pad(run.active[row].cumsum(dim=0), (1, 0))  # steps without those that it waited in
+    steps = answer.tokens + answer.ended if run.causal else int(own[-1])
     length = steps if run.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
     text, tokens, keys = answer.text or "", run.tokens[row, where].tolist(), run.control_keys
@@ -234,7 +237,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRe
         "prompt_sha256": prompt_hash(sample),
         "reference_sha256": reference_hash(sample),
         "tokens": tokens,
-        "unmask_step": run.unmask_step[row, where].tolist(),
+        "unmask_step": [step if step < 0 else int(own[step]) for step in run.unmask_step[row, where].tolist()],
         "text": text,
         "verdict": task.judge(sample, text, tokens[: answer.tokens], run.model.eos_token_ids),
         "malformed": task.malformed(sample, text),

@@ -36,12 +36,16 @@ CONDITIONS = masking([2], ["random"], of_unmasked=True)
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "condition"),
-    [*(("tiny_llada", condition) for condition in CONDITIONS), *(("tiny_llama", one) for one in CONDITIONS[:2])],
+    [
+        *(("tiny-llada", condition) for condition in CONDITIONS),
+        *(("tiny-llama", condition) for condition in CONDITIONS[:2]),
+        *(("tiny-sdar", condition) for condition in (CONDITIONS[0], CONDITIONS[-1])),
+    ],
     ids=lambda given: getattr(given, "name", given),
 )
-def test_records_do_not_depend_on_the_batch(condition, name, request):
-    model, samples = request.getfixturevalue(name), SAMPLES[:3]  # of three lengths
-    ending = PLAIN.with_settings({"block_length": 8, "stop_at_eos": True} if name == "tiny_llada" else {})
+def test_records_do_not_depend_on_the_batch(condition, name):
+    model, samples = sinklens.load(name), SAMPLES[:3]  # of three lengths
+    ending = PLAIN.with_settings({"block_length": 8, "stop_at_eos": True} if name == "tiny-llada" else {})
     together = carry_out(model, condition, samples, ending)  # the rows end at different steps
     apart = [carry_out(model, condition, [sample], ending)[0] for sample in reversed(samples)]
     assert reproducible(together) == reproducible(apart)
