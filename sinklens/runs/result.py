@@ -111,7 +111,7 @@ class Generation(Trajectory):
             for positions that were never decided.
         active: the rows that each step worked on, [batch, step]; the others had finished their block, their canvas or
             their answer and waited for the rest of the batch.
-        real: False on left padding, [batch, pos].
+        real: False on padding, [batch, pos].
         prompt_length: number of positions before the answers, including padding.
         answers: one per row.
         settings: the settings used, with defaults filled in.
