@@ -113,8 +113,7 @@ def dream_schedule(masked: Int[Tensor, " batch"], times: Float[Tensor, " step"],
     """
     if step == len(times) - 2:
         return [int(n) for n in masked.tolist()]
-    share = 1 - times[step + 1] / times[step]
-    return [int(n * share) for n in masked.float().cpu()]
+    return [int(n * (1 - times[step + 1] / times[step])) for n in masked.float().cpu()]
 
 
 # --- candidates -------------------------------------------------------------------------------------------------

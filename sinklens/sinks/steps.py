@@ -54,14 +54,16 @@ class Steps:
 
     def append(self, step: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add a step: variable -> [batch, ...] without a step axis; returns a copy, as callers reuse the arrays."""
-        if not self._kept:
+        if self._done % self._room == 0:  # the rows of a batch may need more steps than planned for each
+            room = {name: np.empty((len(one), self._room, *one.shape[1:]), one.dtype) for name, one in step.items()}
             self._kept = {
-                name: np.empty((len(value), self._room, *value.shape[1:]), value.dtype) for name, value in step.items()
+                name: np.concatenate([self._kept[name], one], axis=1) if self._done else one
+                for name, one in room.items()
             }
         for name, value in step.items():
             self._kept[name][:, self._done] = value
         self._done += 1
-        return {name: kept[:, self._done - 1] for name, kept in self._kept.items()}
+        return {name: one[:, self._done - 1] for name, one in self._kept.items()}
 
     def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
         """Set attributes, and variables [batch, pos] of the run; a later call replaces those of an earlier one."""
