@@ -54,8 +54,10 @@ class StepOutput(NamedTuple):
 Metric = Callable[[StepOutput], Tensor | float | int]
 
 
-Output = tuple[Float[Tensor, "row pos vocab"], Int[Tensor, "row canvas"], Bool[Tensor, "row canvas"]]
-"""Logits, canvas and undecided positions of one pass: of several copies of the prompts."""
+Output = tuple[
+    Float[Tensor, "row pos vocab"], Int[Tensor, "row canvas"], Bool[Tensor, "row canvas"], Bool[Tensor, " row"]
+]
+"""Logits, canvas, undecided positions and active rows of one pass: of several copies of the prompts."""
 Start = Callable[[Any, Any, Repeated | None, int], Denoising]
 """(prompts, hooks, canvases to replay, copies of the prompts) -> a run that has not begun."""
 
@@ -131,7 +133,9 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> Output:
             logits = state.logits(ids, torch.ones_like(ids, dtype=torch.bool))
         finally:
             tree.watch.forward_pass = ForwardPass()
-    return logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real
+    return (
+        logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real, base.active[:, step].repeat(copies),
+    )  # fmt: skip
 
 
 class _MetricValues:
@@ -149,7 +153,7 @@ class _MetricValues:
         output: Output,
         base: Float[Tensor, "prompt pos vocab"] | None = None,
     ) -> None:
-        """Evaluate the metric for interventions, or for the base run (None).
+        """Evaluate the metric for interventions, or for the base run (None); NaN in rows that wait for others.
 
         Args:
             numbers: the intervention of each copy of the prompts in `output`.
@@ -157,8 +161,9 @@ class _MetricValues:
         """
         if step >= self.base.shape[1]:  # a run of other prompts of the batch may be longer
             return
-        copies = zip(*(value.chunk(len(numbers)) for value in output), strict=True)
-        for number, (logits, canvas, undecided) in zip(numbers, copies, strict=True):
+        for number, (logits, canvas, undecided, active) in zip(
+            numbers, zip(*(value.chunk(len(numbers)) for value in output), strict=True), strict=True
+        ):
             base = logits if base is None else base
             shown = StepOutput(step, logits, base, canvas, undecided, self._first)
             value = torch.as_tensor(self._metric(shown)).detach()
@@ -167,7 +172,9 @@ class _MetricValues:
                 f"a metric must return one number for each of the {self._prompts} prompts in the batch; got a value of "
                 f"shape {list(value.shape)}.",
             )
-            (self.base if number is None else self.values[number])[:, step] = value.reshape(-1).cpu().numpy()
+            (self.base if number is None else self.values[number])[:, step] = (
+                value.reshape(-1).double().masked_fill(~active.to(value.device), torch.nan).cpu().numpy()
+            )
 
     def dataset(self) -> xr.Dataset:
         """The values, with numbers for interventions."""
@@ -194,15 +201,17 @@ class _MetricReader(Reader):
         canvas = Canvas(run)
 
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
+            described = hook.forward_pass
             assert canvas.now is not None
+            assert described.active is not None
             ids, size = canvas.now.ids, value.shape[1]
-            real = hook.forward_pass.decidable
-            real = run.real if real is None else real
-            undecided = canvas.now.undecided & real[:, : ids.shape[1]].to(ids.device)
+            undecided = canvas.now.undecided & (run.real if described.decidable is None else described.decidable)[
+                :, : ids.shape[1]
+            ].to(ids.device)
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
-                first = hook.forward_pass.first(size)  # where the logits begin: all queries, or their last block
+                first = described.first(size)  # where the logits begin: all queries, or their last block
                 ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
-            self.found.keep(self.numbers, hook.step or 0, (value.detach().float(), ids, undecided))
+            self.found.keep(self.numbers, hook.step or 0, (value.detach().float(), ids, undecided, described.active))
 
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]
 

@@ -77,8 +77,8 @@ def sweep(
         an intervention that makes the canvas longer only those of answers, NaN elsewhere. ``control_requested`` and
         ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
         has 0 here, and a `ControlWarning`. With `metric`: ``metric``
-        [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
-        are places, [layer, head, step, prompt].
+        [intervention, prompt, step], NaN at steps that were not run, or at which the prompt waited for others of its
+        batch, and ``metric_base`` [prompt, step]; if the names are places, [layer, head, step, prompt].
 
     Raises:
         SettingError: no prompt or intervention; an intervention that makes the canvas longer under replay; `metric`

@@ -264,9 +264,9 @@ class Denoising:
         self.controls.end_step(state.active)
         if self._recorder is None:
             return
-        for choice in self._choices:
-            choice.end_step(step, state.active.cpu().numpy())
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after(), state.active)
+        for choice in self._choices:
+            choice.end_step(step, canvases["active"])
         self.describe(canvases["token_id"])  # first, because a step is readable as soon as it is in the store
         self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
 

@@ -382,9 +382,10 @@ def step_canvases(
         before, after: the undecided positions before and after the step.
         active: the rows that it worked on.
     """
+    flags = torch.stack([before, before & ~after, active[:, None].expand_as(before)]).cpu().numpy()  # one copy
     return {
         "token_id": entered.to(torch.int32).cpu().numpy(),
-        "masked": before.cpu().numpy(),
-        "committed": (before & ~after).cpu().numpy(),
-        "active": active.cpu().numpy(),
+        "masked": flags[0],
+        "committed": flags[1],
+        "active": flags[2, :, 0],
     }

@@ -166,7 +166,7 @@ def test_the_command_prints_memory_time_and_cards(capsys, monkeypatch, plan):
     text = capsys.readouterr().out
     for part in (
         "on the device",
-        "weights (bfloat16)",
+        f"weights (bfloat16): {plan.weights / 2**20:.2f} MiB",
         "for watched points",
         "H100 SXM",
         "24 GiB: none: 1 card, batch",

@@ -10,7 +10,7 @@ from watching import PADDED, logits_of, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import effect
+from sinklens.experiments import effect, sweep
 from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
@@ -205,6 +205,8 @@ def test_steps_at_which_the_last_row_waits_count_for_nothing(name, prompts, give
             base.steps_run, changed.free.control_keys.picked[-1].item(), control.keys(changed.free)[-1].sum().item(),
             *enrichment(base.sinks).sinks[-1].to_numpy(), *motion_table(base.sinks).iloc[-1],
             changed.under_replay.kl[-1].mean().item(),
+            sweep(model, list(batch), {"same": control}, metric=lambda output: output.undecided.any(-1), replay=True,
+                  **given)["metric"][0, -1].count().item(),
         ])  # fmt: skip
     assert found[0][0] > found[1][0]
     assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4, nan_ok=True)

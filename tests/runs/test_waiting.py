@@ -36,7 +36,7 @@ SAMPLER = {"_local_scalar_dense": 4, "index": 1, "nonzero": 1, "copies": 1}
     ("record", "hooks", "other"),
     [
         (False, (), {}),
-        (True, (), {"copies": 12}),  # what the track keeps of the step
+        (True, (), {"copies": 8}),  # what the track keeps of the step
         # ids that a hook may have written; the keys that there are, and how many are taken; layers without any
         (False, MaskSinks(5), {"nonzero": 2, "_local_scalar_dense": 6, "copies": 2}),
     ],
