@@ -35,8 +35,9 @@ def plan():
 def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
     cfg, length = tiny_llada.cfg, 28
     parameters = sum(value.numel() for value in tiny_llada.hf.parameters())
-    track = 4 * 4 * (cfg.n_layers * cfg.n_heads * length * 4 + 6 * length)
-    assert (plan.parameters, plan.weights, plan.track) == (parameters, 4 * parameters, track)
+    assert (plan.parameters, plan.weights, plan.track) == (
+        parameters, 4 * parameters, 4 * 4 * (cfg.n_layers * cfg.n_heads * length * 4 + 6 * length),
+    )  # fmt: skip
     run = sinklens.generate(tiny_llada, [list(range(10, 30))] * 4, progress=False, **GIVEN)
     assert plan.track == sum(run.sinks[name].nbytes for name in ("score", "token_id", "masked", "committed"))
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,14 @@ CONDITIONS = masking([2], ["random"], of_unmasked=True)
 )
 def test_records_do_not_depend_on_the_batch(condition, name):
     model, samples = sinklens.load(name), SAMPLES[:3]  # of three lengths
-    ending = PLAIN.with_settings({"block_length": 8, "stop_at_eos": True} if name == "tiny-llada" else {})
-    together = carry_out(model, condition, samples, ending)  # the rows end at different steps
-    apart = [carry_out(model, condition, [sample], ending)[0] for sample in reversed(samples)]
+    given = {"block_length": 8, "stop_at_eos": True} if name == "tiny-llada" else {}
+    together = carry_out(model, condition, samples, PLAIN.with_settings(given))  # the rows end at different steps
+    apart = [carry_out(model, condition, [sample], PLAIN.with_settings(given))[0] for sample in reversed(samples)]
     assert reproducible(together) == reproducible(apart)
     for one, other in zip(together, reversed(apart), strict=True):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
+    run = partial(sinklens.generate, model, samples[0].prompt, progress=False, **given)
+    assert together[0]["text"] == run(hooks=condition.hooks_for(lambda: run().sinks)).text  # sinks of its own base run
 
 
 def test_a_record_contains_what_the_run_did(tiny_llada):

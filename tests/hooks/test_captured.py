@@ -159,8 +159,8 @@ def test_a_step_leaves_no_tensor_but_its_canvas(counts, monkeypatch, replayed, r
     with LiveBytes(model.tree.hf.state_dict().values()) as live:
         listener = SimpleNamespace(before=lambda step, state: found.append(live.now), after=lambda step, state: None)
         run.carry_out([listener])
-    kept = 2 * 20 * 8 + 2 * (1 + 8)  # the canvas; which rows ran, and how many positions were chosen among equals
-    assert np.diff(found[4:]).tolist() == [kept] * 7  # a record's arrays have room for all steps
+    # the canvas; which rows ran, and how many positions were chosen among equals. A record has room for all steps
+    assert np.diff(found[4:]).tolist() == [2 * 20 * 8 + 2 * (1 + 8)] * 7
     assert bool(counts) is replayed
 
 
