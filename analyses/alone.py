@@ -90,10 +90,9 @@ class Alone(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``alone``: the share of the attention, a panel for each place."""
-        table = self.tables(measured)["alone"]
         return {
             "alone": dot_panels(
-                table[table["measure"] == "share"],
+                self.tables(measured)["alone"].query("measure == 'share'"),
                 "place",
                 {place: f"the {place} position" for place in PLACES},
                 "sees",

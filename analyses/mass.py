@@ -16,7 +16,7 @@ and the runs differ from then on. Where sinks hold more than half of a layer's a
 compare ``removed`` of both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,15 +106,6 @@ def matched(
 def _order(track: SinkTrack, row: int, sizes: Sequence[int], seed: int) -> np.ndarray:
     """Random numbers for the keys of every layer and head, [layer, head, pos]; the smallest are first."""
     return noise_of(track.data["token_id"].isel(batch=row, step=0).to_numpy(), seed).random(tuple(sizes))
-
-
-def hidden_keys(places: Bool[Tensor, "layer head query key"]) -> list[tuple[str, Callable[..., Tensor]]]:
-    """Hooks that hide keys from queries in a pass over one canvas, or several."""
-
-    def hook_of(of_layer: Bool[Tensor, "head query key"]) -> Callable[..., Tensor]:
-        return lambda value, hook: value.masked_fill(of_layer.to(value.device), -torch.inf)
-
-    return [(f"blocks.{layer}.attn.hook_attn_mask", hook_of(of_layer)) for layer, of_layer in enumerate(places)]
 
 
 def attended(

@@ -30,7 +30,7 @@ import xarray as xr
 from annotated_types import Ge, Gt, Le
 
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
-from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, hiding, log_ratio, loss, mean_at, written
+from sinklens.analyses.passes import Keys, Read, Sums, TextCanvas, difference, log_ratio, losses, mean_at, written
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.texts import KINDS, PAIRS, Difference, Texts, described
 from sinklens.experiments.swaps import kinds_of_vocabulary
@@ -121,7 +121,8 @@ class Pair(Texts):
         order = torch.from_numpy(noise_of(canvas.ids, self.seed).random(sinks.shape))
         found = super()._of_canvas(model, canvas, plain, noise).assign(of_keys(model, plain, sinks))
         found = found.assign(of_matched(model, canvas, plain, sinks, order))
-        costs = [loss(model, canvas, [hook]) - plain.loss for hook in hiding(sinks)]
+        of_layer = torch.eye(len(sinks), dtype=torch.bool)[..., None, None] & sinks  # a variant hides those of a layer
+        costs = np.array(losses(model, canvas, plain, of_layer)) - plain.loss
         found = found.assign(layer_cost=("layer", costs))
         states = {"sinks": (PLACES, sinks.float()), "place": ("pos", place), "masked": ("pos", canvas.masked.float())}
         return found.assign(states).assign_coords(
@@ -174,12 +175,9 @@ def of_matched(model: "Model", canvas: TextCanvas, plain: Read, sinks: Keys, ord
     held, left = ((mass * keys).sum(dim=-1, keepdim=True) for keys in (sinks, ~sinks))
     within = held <= left
     others = of_mass(-order, mass, sinks & within, ~sinks)
-    cost, removed = np.array(
-        [
-            (loss(model, canvas, hiding(keys)) - plain.loss, float((mass * keys).sum() / mass.sum()))
-            for keys in (sinks & within, others)
-        ]
-    ).T
+    both = torch.stack([sinks & within, others])
+    cost = np.array(losses(model, canvas, plain, both)) - plain.loss
+    removed = [plain.share(keys) for keys in both]
     return {
         "matched_heads": float(within[heads].double().mean()),
         "matched_cost": ("hidden", [*cost, cost[0] - cost[1]]),
@@ -203,8 +201,8 @@ def fates(one: xr.Dataset, other: xr.Dataset) -> xr.Dataset:
 
 
 def panels_of(table: "DataFrame", by_layer: "Sequence[DataFrame]") -> "Figure":
-    """`PANELS` of a table ``texts`` that has several shares; and `LAYER_PANELS` of the tables `BY_LAYER`, with as few
-    masks as each measure has.
+    """`PANELS` of a table ``texts`` that has several shares; and `LAYER_PANELS` of the tables `BY_LAYER`, at the share
+    nearest to 0.15.
     """
     from pandas import concat
 
@@ -216,7 +214,7 @@ def panels_of(table: "DataFrame", by_layer: "Sequence[DataFrame]") -> "Figure":
     layers = concat(by_layer)
     for title, rows in LAYER_PANELS.items():
         found = layers.query(rows)
-        drawn.append((title, found[found["share"] == found["share"].min()], "layer", "layer"))
+        drawn.append((title, found[abs(found["share"] - 0.15) == abs(found["share"] - 0.15).min()], "layer", "layer"))
     drawn = [panel for panel in drawn if len(panel[1])]  # without edits, for example, nothing is known of them
     figure, axes = panels(len(drawn), columns=4, size=(4.2, 3.2))
     models = table[["model"]].drop_duplicates()  # first in every panel, so that a model has one color

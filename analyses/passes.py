@@ -1,7 +1,7 @@
 """Single passes over a text: what a model attends to, with which keys, and what it predicts without some of them.
 
-A `TextCanvas` is a text with some tokens masked, and a `Read` a pass over it that changes nothing. Hooks hide keys
-(`hiding`), or leave them as they were on an earlier canvas (`outdating`), in another pass over the same canvas.
+A `TextCanvas` is a text with some tokens masked, and a `Read` a pass over it that changes nothing. Other passes over
+the same canvas hide keys (`losses`), or leave them as they were on an earlier canvas (`outdating`).
 
 *Sinks* are the keys of a head that receive more attention than `uniform` attention would give them, by some ε:
 Σ_i A[i, j] − Σ_i 1 / (keys that query i sees) > ε. In a bidirectional model this is nearly the paper's Eq. 3 (Rulli et
@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.mass import hidden_keys
 from sinklens.errors import require
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -27,6 +26,8 @@ Keys = Bool[Tensor, "layer head key"]
 Sums = Float[Tensor, "layer head key"]
 OfHeads = Float[Tensor, "layer head"]
 Hooks = list[tuple[str, Callable[..., Any]]]
+POINTS = ("attn.hook_pattern", "attn.hook_attn_scores", "attn.hook_q", "attn.hook_k", "attn.hook_v", "hook_resid_pre")
+TOGETHER = 512  # positions in a batch of passes
 
 
 def ids_of(model: "Model", text: SinglePrompt, chat_template: bool | str, longest: int) -> Int[Tensor, " pos"]:
@@ -65,6 +66,7 @@ class Read(NamedTuple):
         loss: nats per predicted token.
         pattern, score: attention of every query, and its logarithm before it is normalized; −∞ where it sees nothing.
         query, key, value: of every position, before rotation.
+        stream: what enters each layer.
     """
 
     loss: float
@@ -73,6 +75,7 @@ class Read(NamedTuple):
     query: Float[Tensor, "layer pos head d_head"]
     key: Float[Tensor, "layer pos kv_head d_head"]
     value: Float[Tensor, "layer pos kv_head d_head"]
+    stream: Float[Tensor, "layer pos d_model"]
 
     @property
     def sums(self) -> Sums:
@@ -108,27 +111,53 @@ class Read(NamedTuple):
         """Column sums without the query of the key's own position: what hiding the key takes away."""
         return self.sums - self.pattern.diagonal(dim1=-2, dim2=-1)
 
+    def share(self, keys: Keys) -> float:
+        """Share of all attention that hiding these keys takes away."""
+        return float((self.from_others * keys).sum() / self.from_others.sum())
 
-@torch.no_grad()
+
 def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
     """Nats per predicted token of a pass with these hooks."""
+    return _losses(model, canvas, hooks, canvas.tokens(model)[None])[0]
+
+
+def losses(
+    model: "Model", canvas: TextCanvas, plain: Read, hidden: Bool[Tensor, "variant layer head key"]
+) -> list[float]:
+    """Nats per predicted token if no query but that of their own position reads the keys that a variant hides.
+
+    Variants run together, from the first layer on that one of them changes.
+
+    Args:
+        plain: the pass that hides nothing.
+    """
+    found = list[float]()
+    for some in hidden.split(max(1, TOGETHER // hidden.shape[-1])):
+        start = int(some.any(dim=0).flatten(1).any(dim=1).int().argmax())
+        stream = plain.stream[start].to(model.cfg.dtype).expand(len(some), -1, -1)
+        found += _losses(model, canvas, hiding(some), stream, start)
+    return found
+
+
+@torch.no_grad()
+def _losses(model: "Model", canvas: TextCanvas, hooks: Hooks, given: Tensor, start: int | None = None) -> list[float]:
+    """Nats per predicted token of each row of a pass over tokens, or over the stream that enters layer `start`."""
     with model.tree.hooks(fwd_hooks=hooks):
-        logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
+        logits = model.tree(given.to(model.cfg.device), start_at_layer=start).cpu()
     at = slice(canvas.start, None) if model.causal else canvas.masked
     late = model.causal or model.family_record.shift  # logits at a position predict the next
-    rows = (logits.roll(1, dims=0) if late else logits)[at]
-    return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
+    rows = [(row.roll(1, dims=0) if late else row)[at].double() for row in logits]
+    return [float(torch.nn.functional.cross_entropy(row, canvas.ids[at])) for row in rows]
 
 
 def read(model: "Model", canvas: TextCanvas) -> Read:
     """A pass that changes nothing."""
-    kept: dict[str, list[Tensor]] = {"pattern": [], "attn_scores": [], "q": [], "k": [], "v": []}
+    kept: dict[str, list[Tensor]] = {point: [] for point in POINTS}
 
     def keep(value: Tensor, hook: "Point") -> None:
-        kept[str(hook.name).rpartition("hook_")[2]].append(value[0].float().cpu())
+        kept[str(hook.name).split(".", 2)[2]].append(value[0].float().cpu())
 
-    names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(model.cfg.n_layers) for point in kept]
-    found = loss(model, canvas, [(name, keep) for name in names])
+    found = loss(model, canvas, [(f"blocks.{n}.{point}", keep) for n in range(model.cfg.n_layers) for point in kept])
     return Read(found, *(torch.stack(kept[point]) for point in kept))
 
 
@@ -138,9 +167,14 @@ def uniform(length: int, causal: bool) -> Float[Tensor, " key"]:
     return (sees / sees.sum(dim=-1, keepdim=True)).sum(dim=0)
 
 
-def hiding(hidden: Keys) -> Hooks:
-    """Hooks that hide keys from every query but that of their own position."""
-    return hidden_keys(hidden[:, :, None] & ~torch.eye(hidden.shape[-1], dtype=torch.bool))
+def hiding(hidden: Bool[Tensor, "variant layer head key"]) -> Hooks:
+    """Hooks that hide keys from every query but that of their own position, in every row those of one variant."""
+    places = (hidden[..., None, :] & ~torch.eye(hidden.shape[-1], dtype=torch.bool)).unbind(dim=1)
+
+    def hook_of(of_layer: Bool[Tensor, "variant head query key"]) -> Callable[..., Tensor]:
+        return lambda value, hook: value.masked_fill(of_layer.to(value.device), -torch.inf)
+
+    return [(f"blocks.{layer}.attn.hook_attn_mask", hook_of(keys)) for layer, keys in enumerate(places) if keys.any()]
 
 
 def outdating(stale: Keys, earlier: Read) -> Hooks:

@@ -47,10 +47,10 @@ from sinklens.analyses.passes import (
     TextCanvas,
     difference,
     earlier_canvas,
-    hiding,
     ids_of,
     log_ratio,
     loss,
+    losses,
     no_ops,
     outdating,
     read,
@@ -282,7 +282,7 @@ class Texts(Study):
         kinds = torch.from_numpy(kinds_of_vocabulary(model)[tokens.numpy()].astype(np.int64))
         order, every = torch.from_numpy(noise.random(sinks.shape)), torch.ones(len(tokens), dtype=torch.bool)
         cost, removed = np.full((2, len(KINDS), len(CHOICES)), np.nan)
-        per_place, mass, hidden = np.full(len(KINDS), np.nan), plain.from_others, [KINDS[kind] for kind in self.kinds]
+        per_place, hidden = np.full(len(KINDS), np.nan), [KINDS[kind] for kind in self.kinds]
         for row, wanted in enumerate(KINDS.values()):
             of_kind = torch.isin(kinds, torch.tensor([int(kind) for kind in wanted]))
             if of_kind.any():
@@ -290,9 +290,9 @@ class Texts(Study):
             treated = sinks & of_kind
             if not treated.any() or wanted not in hidden:
                 continue
-            for column, keys in enumerate(key_choices(treated, sinks, plain, order, every).values()):
-                cost[row, column] = loss(model, canvas, hiding(keys)) - plain.loss
-                removed[row, column] = float((mass * keys).sum() / mass.sum())
+            chosen = torch.stack(list(key_choices(treated, sinks, plain, order, every).values()))
+            cost[row] = np.array(losses(model, canvas, plain, chosen)) - plain.loss
+            removed[row] = [plain.share(keys) for keys in chosen]
         earlier = None if model.causal or not self.age else earlier_canvas(canvas, self.age, noise)
         stale = np.full((2, len(STALE)), np.nan)
         if earlier is not None:
@@ -364,8 +364,8 @@ class Texts(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: loss added by hiding keys of each kind."""
-        table = self.tables(measured)["texts"].query("measure == 'cost'")
-        return {"costs": dot_panels(table, "choice", CHOICES, "kind", (4, 3), "loss added, nats per token", line=0.0)}
+        costs = self.tables(measured)["texts"].query("measure == 'cost'")
+        return {"costs": dot_panels(costs, "choice", CHOICES, "kind", (4, 3), "loss added, nats per token", line=0.0)}
 
 
 def described(rows: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]) -> "DataFrame":
@@ -400,9 +400,10 @@ def _revealed(
     """Jumps after the mask at each place is replaced by the token of the text."""
     if not places:
         return None
-    after = canvas.repeat(len(places), 1)
-    after[range(len(places)), places] = text[places]
-    return compared(column_sums(model, canvas[None])[:, 0], column_sums(model, after)[:, 0])
+    canvases = canvas.repeat(len(places) + 1, 1)
+    canvases[range(1, len(canvases)), places] = text[places]
+    sums = column_sums(model, canvases)[:, 0]
+    return compared(sums[:1], sums[1:])
 
 
 def key_choices(treated: Keys, sinks: Keys, read: Read, order: Sums, allowed: Bool[Tensor, " key"]) -> dict[str, Keys]:
@@ -437,8 +438,9 @@ def stale_costs(
     sinks = before.sinks(causal=False, epsilon=epsilon) & candidates
     chosen = key_choices(sinks, sinks | now.sinks(causal=False, epsilon=epsilon), now, order, candidates)
     chosen["all"] = candidates.expand_as(sinks)
-    mass, found = now.from_others, dict[str, tuple[float, float]]()
-    for name, keys in chosen.items():
-        added = loss(model, canvas, outdating(keys, before)) - now.loss if sinks.any() else float("nan")
-        found[name] = added, float((mass * keys).sum() / mass.sum())
-    return found
+    return {
+        name: (
+            loss(model, canvas, outdating(keys, before)) - now.loss if sinks.any() else float("nan"), now.share(keys)
+        )
+        for name, keys in chosen.items()
+    }  # fmt: skip

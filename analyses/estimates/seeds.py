@@ -76,7 +76,7 @@ def hierarchical(
     # v of the module: resamples of k groups vary (k − 1) / k times as much as further groups do, which is made up for.
     units = np.unique(list(group), return_inverse=True)[1] if len(group) else np.arange(arrays.shape[1])
     number = int(units.max()) + 1
-    drawn = resampling_weights(number, np.random.default_rng(seed))[:, units]
+    drawn = resampling_weights(number, seed)[:, units]
     known = ~np.isnan(arrays)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = (drawn @ np.where(known, arrays, 0).T) / (drawn @ known.T)

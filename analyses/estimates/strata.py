@@ -138,7 +138,7 @@ def _drawn(
     several = len(clusters) > 1
     unit = np.searchsorted(clusters, group).clip(max=len(clusters) - 1) if several else np.arange(len(group))
     number = len(clusters) if several else len(group)
-    return np.vstack([np.ones(number), resampling_weights(number, np.random.default_rng(seed))]), unit
+    return np.vstack([np.ones(number), resampling_weights(number, seed)]), unit
 
 
 def _totals(

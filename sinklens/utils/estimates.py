@@ -22,6 +22,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,7 +194,7 @@ def pooled(
     """
     sizes = [np.asarray(part, dtype=np.float64) for part in parts]
     number = len(sizes[0])
-    drawn = resampling_weights(number, np.random.default_rng(seed))
+    drawn = resampling_weights(number, seed)
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # an entry without a value in any resample is NaN, as intended
         value = np.asarray(statistic(*(size.sum(axis=0) for size in sizes)))
@@ -204,9 +205,10 @@ def pooled(
     return Estimate(value, low, high, np.full(value.shape, number))
 
 
-def resampling_weights(units: int, rng: np.random.Generator) -> Float[np.ndarray, "resample unit"]:
-    """How often each unit is drawn in each of `RESAMPLES` resamples."""
-    return rng.multinomial(units, [1 / units] * units, size=RESAMPLES).astype(np.float64)
+@lru_cache(maxsize=8)  # a table has many rows over the same prompts
+def resampling_weights(units: int, seed: int) -> Float[np.ndarray, "resample unit"]:
+    """How often each unit is drawn in each of `RESAMPLES` resamples; not to be written to."""
+    return np.random.default_rng(seed).multinomial(units, [1 / units] * units, size=RESAMPLES).astype(np.float64)
 
 
 def student(value: float, error: float, freedom: int, n: int) -> Estimate:
@@ -222,8 +224,8 @@ def student(value: float, error: float, freedom: int, n: int) -> Estimate:
     if n < 2:
         return Estimate(value, math.nan, math.nan, n, math.nan)
     half = float(t.isf(0.025, freedom)) * error
-    p = 1.0 if value == 0 else float(2 * t.sf(abs(value) / error if error > 0 else math.inf, freedom))
-    return Estimate(value, value - half, value + half, n, p)
+    size = 0.0 if value == 0 else abs(value) / error if error > 0 else math.inf
+    return Estimate(value, value - half, value + half, n, float(2 * t.sf(size, freedom)))
 
 
 def score_interval(

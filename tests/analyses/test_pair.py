@@ -8,7 +8,7 @@ import torch
 import xarray as xr
 
 from sinklens.analyses.pair import TOKENS, Pair, fates, of_matched
-from sinklens.analyses.passes import Read, TextCanvas, hiding, loss, read
+from sinklens.analyses.passes import Read, TextCanvas, losses, read
 
 
 def test_the_fate_of_every_sink_is_that_of_its_position_in_its_head_and_its_layer():
@@ -62,7 +62,9 @@ def test_keys_are_measured_in_every_layer_at_sinks_and_at_the_first_position(tin
                     at - off if name == "cosine" else at if name == "no_ops" else (at / off).log2() for at, off in pairs
                 ]
                 assert found[name].sel(of=of)[layer].item() == pytest.approx(np.mean(each), abs=1e-4)
-        alone = loss(tiny_llada, canvas, [hiding(torch.stack([sums > 1.5] * 4))[layer]])
+        hidden = torch.zeros(1, 4, *sums.shape, dtype=torch.bool)
+        hidden[0, layer] = sums > 1.5
+        alone = losses(tiny_llada, canvas, plain, hidden)[0]
         assert found["layer_cost"][layer].item() == pytest.approx(alone - plain.loss, abs=1e-6)
 
 
@@ -74,9 +76,8 @@ def test_sinks_are_compared_with_as_much_attention_only_in_heads_whose_other_key
     share = torch.tensor([0.6, 0.3, 0.08])[:, None]
     pattern *= (1 - share[..., None]) / pattern.sum(dim=-1, keepdim=True)
     pattern[..., 3] = share
-    plain, canvas = Read(2.0, pattern, *[torch.empty(0)] * 4), TextCanvas(torch.arange(12), torch.arange(12) > 6)
-    monkeypatch.setattr(pair, "hiding", lambda keys: keys)
-    monkeypatch.setattr(pair, "loss", lambda model, canvas, keys: hidden.append(keys) or 5.0 - len(hidden))
+    plain, canvas = Read(2.0, pattern, *[torch.empty(0)] * 5), TextCanvas(torch.arange(12), torch.arange(12) > 6)
+    monkeypatch.setattr(pair, "losses", lambda model, canvas, plain, keys: hidden.extend(keys) or [4.0, 3.0])
     sinks = plain.sinks(causal=False, epsilon=1.0)
     found = of_matched(tiny_llada, canvas, plain, sinks, torch.from_numpy(noise.random(sinks.shape)))
     treated, others = hidden

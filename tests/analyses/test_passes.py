@@ -7,9 +7,9 @@ import torch
 from sinklens.analyses.passes import (
     TextCanvas,
     earlier_canvas,
-    hiding,
     log_ratio,
     loss,
+    losses,
     no_ops,
     outdating,
     read,
@@ -50,10 +50,14 @@ def test_a_pass_with_hidden_keys_is_one_whose_attention_is_divided_among_the_oth
     points = [(f"blocks.{layer}.attn.hook_pattern", rescale) for layer in range(model.cfg.n_layers)]
     logits = model.run_with_hooks(canvas.tokens(model)[None], fwd_hooks=points)[0].double()
     predicted = range(1, len(ids)) if model.causal else [at for at in range(len(ids)) if masked[at]]
-    late = model.causal or name == "tiny-dream"
-    losses = [-logits[at - late].log_softmax(-1)[ids[at]].item() for at in predicted]
-    assert loss(model, canvas, hiding(hidden)) == pytest.approx(np.mean(losses), abs=1e-5)
-    assert read(model, canvas).loss != pytest.approx(np.mean(losses), abs=1e-4)
+    shift = model.causal or name == "tiny-dream"
+    expected = np.mean([-logits[at - shift].log_softmax(-1)[ids[at]].item() for at in predicted])
+    plain = read(model, canvas)
+    late = hidden & (torch.arange(len(hidden)) == 2)[:, None, None]  # passes that begin at layer 2
+    found = losses(model, canvas, plain, torch.stack([torch.zeros_like(hidden), hidden, late]))
+    assert found[:2] == pytest.approx([plain.loss, expected], abs=1e-5)
+    assert losses(model, canvas, plain, late[None]) == pytest.approx(found[2:], abs=1e-6)
+    assert plain.loss != pytest.approx(expected, abs=1e-4)
 
 
 def test_a_pass_with_stale_keys_reads_rotated_keys_and_values_of_the_earlier_canvas(tiny_llada):

@@ -39,11 +39,12 @@ def planted(monkeypatch, cost_of_sinks):
     def planted_read(model, canvas):
         pattern = pattern_of(model, canvas.ids)
         one = torch.ones(*pattern.shape[:1], pattern.shape[-1], 1, 1)
-        return Read(3.0, pattern, pattern.log(), one.expand(-1, -1, pattern.shape[1], -1), one, torch.empty(0))
+        return Read(3.0, pattern, pattern.log(), one.expand(-1, -1, pattern.shape[1], -1), one, *[torch.empty(0)] * 2)
 
     monkeypatch.setattr(texts, "read", planted_read)
     monkeypatch.setattr(texts, "loss", planted_loss)
-    monkeypatch.setattr(texts, "hiding", lambda keys: keys)
+    each = lambda model, canvas, plain, hidden: [planted_loss(model, canvas, keys) for keys in hidden]  # noqa: E731
+    monkeypatch.setattr(texts, "losses", each)
     monkeypatch.setattr(texts, "written", lambda model, read: torch.ones_like(read.sums))
     monkeypatch.setattr(texts, "outdating", lambda keys, earlier: keys)
 
