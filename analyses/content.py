@@ -153,7 +153,7 @@ class Content(Study):
         ``controls``: how many control keys were found; ``removed``: the attention that masks remove.
         """
         listed = {"costs": [*MEASURES, *BASE], "shares": list(SHARE), "controls": list(CONTROLS), "removed": list(MASS)}
-        tables = {name: interval_table(measured, variables, self.seed) for name, variables in listed.items()}
+        tables = {name: interval_table(measured, found, self.seed, by_group=True) for name, found in listed.items()}
         tables["removed"] = tables["removed"].dropna(subset="estimate")
         meanings = MEASURES | BASE | SHARE | CONTROLS | MASS
         named = {
@@ -165,14 +165,14 @@ class Content(Study):
     def claims(self, measured: Mapping[str, xr.Dataset]) -> "DataFrame":
         """The paired differences of `contrasts`, corrected over all of a model."""
         paired = {model: self.contrasts(data) for model, data in measured.items()}
-        names = list(map(str, next(iter(paired.values()))))
-        return judged(interval_table(paired, names, self.seed, dict.fromkeys(names, (-1, 1)), null=0.0))
+        ranges = dict.fromkeys(map(str, next(iter(paired.values()))), (-1, 1))
+        return judged(interval_table(paired, [*ranges], self.seed, ranges, null=0.0, by_group=True))
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
         from sinklens.analyses.figures import interval_panels
 
-        table = interval_table(measured, ["cost"], self.seed)
+        table = interval_table(measured, ["cost"], self.seed, by_group=True)
         costs = interval_panels(table, MEASURES, along="part", by="change", series=CHANGES, panel="kind", names=PARTS)
         return {"costs": costs}
 
@@ -185,7 +185,7 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
     def above(first: tuple[str, str, str], second: tuple[str, str, str]) -> xr.DataArray:
         """Cost of one cell and change minus that of another."""
         one, than = (cost.sel(dict(zip(("kind", "part", "change"), cell, strict=True))) for cell in (first, second))
-        return (one - than).reset_coords(drop=True)
+        return (one - than).drop_vars(["kind", "part", "change"], errors="ignore")
 
     compared = {
         f"a {kind} that is a sink costs more than one that is not": ((kind, "sink"), (kind, "other")),

@@ -201,8 +201,7 @@ def test_a_block_of_generate_visits_the_denoising_steps(tiny_llada):
         ids = tracer.result
     assert torch.equal(ids, expected.tokens)
     assert shapes == [(step, tuple(expected.tokens.shape)) for step in (1, 2)]
-    assert seen == [2, 3]
-    assert tracer.text == expected.text
+    assert (seen, tracer.text) == ([2, 3], expected.text)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Tables of estimates over prompts: means with 95 % limits, p values, verdicts, and corrections for several claims.
 
 Limits are over prompts, because prompts were sampled, not steps or heads (sinklens/utils/estimates.py): score limits
-for outcomes, which take few values, else a bootstrap.
+for outcomes, which take few values, else a bootstrap. Prompts of one group, such as a template, resemble each other; so
+where a study asks for it, limits and tests are over groups (strata.py).
 
 Several claims of one study are tested as one family, with Holm's correction (`judged`). Beside each stands the smallest
 effect that the prompts could have shown after that correction (power.py), so that "cannot tell" says whether the number
 of prompts is the reason.
 
-Limitation: prompts from one template resemble each other, so an interval over them says little about other text.
+Limitation: an interval over prompts from few templates says little about other text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,10 @@ import xarray as xr
 from jaxtyping import Float, Shaped
 from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown
+from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown, smallest_t
+from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, SHARE
+from sinklens.analyses.estimates.strata import Groups, groups_of, stratified
+from sinklens.analyses.matching import ratio
 from sinklens.utils.arguments import checked
 from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
 
@@ -57,6 +61,7 @@ def interval_table(
     seed: int = 0,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     null: float | Mapping[str, float] | None = None,
+    by_group: bool = False,
 ) -> "DataFrame":
     """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``.
 
@@ -66,19 +71,49 @@ def interval_table(
         null: adds a column ``p``, two-sided, for the hypothesis that the mean is `null` (one number, or one for each
             variable; NaN for none); see `p_value`. Also ``null``, ``spread`` and ``against``, from which `corrected`
             works out what the prompts could have shown.
+        by_group: whether intervals and p values are over the groups of prompts (the coordinate ``prompt_group``), where
+            there are several and they differ. A column ``groups`` has their number; 0 for a row over prompts.
     """
     known, rows = {**RANGES, **(ranges or {})}, []
     for model, data in measured.items():
+        group = groups_of(data) if by_group else None
         for name in variables:
             values = data[name].transpose("prompt", ...)
             array, labels = values.to_numpy(), _labels(values)
             found = interval_rows(model, name, mean_interval(array, known.get(name), seed), labels)
+            columns = array.reshape(len(array), -1).T
+            mean = np.nan if null is None else null[name] if isinstance(null, Mapping) else null
             if null is not None:
-                columns, mean = array.reshape(len(array), -1).T, null[name] if isinstance(null, Mapping) else null
                 tested = (_tested(column, known.get(name), mean, seed) for column in columns)
                 found = [{**row, **numbers} for row, numbers in zip(found, tested, strict=True)]
+            if group is not None:
+                found = [
+                    {**row, **_over_groups(column, group, known.get(name), mean, seed)}
+                    for row, column in zip(found, columns, strict=True)
+                ]
             rows += found
     return DataFrame(rows)
+
+
+def _over_groups(
+    values: Float[np.ndarray, " prompt"],
+    group: Groups,
+    possible: tuple[int, int] | None,
+    null: float,
+    seed: int,
+) -> dict[str, Any]:
+    """What differs in a row of `interval_table` over groups: limits, and p value and spread for a hypothesis."""
+    from scipy.stats import t
+
+    scale = {(0, 1): SHARE, (-1, 1): DIFFERENCE}.get(_span(values, possible), LINEAR)  # type: ignore[arg-type]
+    of_prompt = np.array([np.nan_to_num(values), ~np.isnan(values)])[..., None]
+    found, _, groups = stratified(lambda *sums: sums, ratio, [*of_prompt], seed, group, False, scale, null)
+    if not groups or not found.low < found.high:
+        return {"groups": 0}
+    spread = (found.high - found.low) / 2 / t.ppf(0.975, groups - 1) * groups**0.5
+    return {"low": found.low, "high": found.high, "groups": groups} | (
+        {} if np.isnan(null) else {"p": found.p, "spread": spread}
+    )
 
 
 @checked
@@ -144,9 +179,10 @@ def judged(
 ) -> "DataFrame":
     """A table of claims that has a column ``p``: `corrected`, with ``verdict`` (see `verdict`) and ``why``.
 
-    A difference of paired verdicts is "equivalent" if it is smaller than `of_interest`: its interval lies within, and
-    two one-sided tests reject a larger one, corrected by Holm's method over all such rows of the model. For one that is
-    "cannot tell", ``why`` says whether there are too few prompts to show a difference of interest.
+    A difference of paired verdicts over prompts is "equivalent" if it is smaller than `of_interest`: its interval lies
+    within, and two one-sided tests reject a larger one, corrected by Holm's method over all such rows of the model. For
+    one that is "cannot tell", ``why`` says whether there are too few prompts, or groups of them, to show a difference
+    of interest.
     """
     missing = {name: np.nan for name in ("against", "spread") if name not in table}
     table = table.assign(**missing)
@@ -157,8 +193,9 @@ def judged(
     for row, same, of_outcomes in zip(table.itertuples(), equivalent, paired, strict=True):
         text = verdict(row.estimate, row.low, row.high, 0.0, above, below, row.p_holm)
         found.append("equivalent" if text == "cannot tell" and same else text)
-        reason = _why(row.shown, of_interest) if found[-1] == "cannot tell" and of_outcomes else ""
-        reasons.append(NOTHING if found[-1] == "not measured" else reason)
+        asked = found[-1] == "cannot tell" and of_outcomes
+        reason = _why(row.shown, of_interest, getattr(row, "groups", 0) > 0) if asked else ""
+        reasons.append(NOTHING if text == "not measured" else reason)
     return table.assign(verdict=found, why=reasons)
 
 
@@ -173,17 +210,18 @@ def corrected(table: "DataFrame") -> "DataFrame":
     tests = table.groupby("model", sort=False)["p"].transform("count")
     for (_, row), number in zip(table.iterrows(), tests, strict=True):
         given = {name: float(row.get(name, np.nan)) for name in ("against", "spread")}
-        known = not np.isnan(row["p"])
+        known, groups = not np.isnan(row["p"]) and "prompts" in row, int(row.get("groups", 0))
         shown.append(
-            smallest_shown(int(row["prompts"]), LEVEL / number, **given, null=float(row.get("null", 0.0)))
-            if known and "prompts" in row else np.nan
+            np.nan if not known
+            else smallest_t(groups, given["spread"], LEVEL / number) if groups
+            else smallest_shown(int(row["prompts"]), LEVEL / number, **given, null=float(row.get("null", 0.0)))
         )  # fmt: skip
     return table.drop(columns=["null", "against", "spread"], errors="ignore").assign(shown=shown)
 
 
 def _equivalent(table: "DataFrame", of_interest: float) -> list[bool]:
     """Whether each row, a difference of paired verdicts, is smaller than `of_interest`."""
-    known = table["against"].notna()
+    known = table["against"].notna() & (table.get("groups", 0) == 0)
     ps = table["estimate"] * np.nan
     for at, row in table[known].iterrows():
         lost, gained = sorted(round(row["prompts"] * (row["against"] + more)) for more in (0.0, abs(row["estimate"])))
@@ -194,12 +232,12 @@ def _equivalent(table: "DataFrame", of_interest: float) -> list[bool]:
     return (known & inside & (ps <= LEVEL)).tolist()
 
 
-def _why(shown: float, of_interest: float) -> str:
-    """Whether the number of prompts is the reason that a difference cannot be told from 0."""
-    if shown > of_interest:
-        size = "no difference" if np.isinf(shown) else f"differences from {shown:.2f}"
-        return f"too few prompts: they show {size}, and {of_interest:g} is of interest"
-    return f"not the number of prompts: they show differences from {shown:.2f}"
+def _why(shown: float, of_interest: float, of_groups: bool) -> str:
+    """Whether the number of prompts, or of their groups, is the reason that a difference cannot be told from 0."""
+    unit = "groups of prompts" if of_groups else "prompts"
+    size = "no difference" if np.isinf(shown) else f"differences from {shown:.2f}"
+    few = f"too few {unit}: they show {size}, and {of_interest:g} is of interest"
+    return few if shown > of_interest else f"not the number of {unit}: they show {size}"
 
 
 def _tested(

@@ -110,8 +110,7 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
     for estimate in shown:
         assert f"{estimate:.3f}" in tables or float(estimate).is_integer() or abs(estimate) < 0.0005
     assert re.search("tiny-llada: 100%.*2/2", errors)
-    assert main(["table", str(out)]) == 0
-    assert capsys.readouterr().out == tables
+    assert (main(["table", str(out)]), capsys.readouterr().out) == (0, tables)
     assert main(call) == 0  # a rerun measures nothing and prints the same
     assert capsys.readouterr().out == printed
 

@@ -49,8 +49,7 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
 
 def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
     _, in_run, steady = masking([2], of_unmasked=True)
-    assert (steady.masked, steady.pick) == (2, "steady")
-    assert steady.hooks == in_run.hooks
+    assert ((steady.masked, steady.pick), steady.hooks) == ((2, "steady"), in_run.hooks)
     assert steady.described() != in_run.described() | {"name": steady.name, "pick": "steady"}
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
     assert steady.hooks_for(lambda: run.sinks) == [MaskSinks(top_k=2, source=run.sinks)]

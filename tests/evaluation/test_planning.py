@@ -51,8 +51,7 @@ def test_passes_are_those_of_the_runs_and_guidance_doubles_them(tiny_llada, tmp_
     steps = sum(record["steps"] for run in runs for record in run.records())
     assert (found.samples, found.runs, found.passes) == (2, 3, steps)
     guided = plan("tiny-llada", protocol.with_settings({"cfg_scale": 1.0}), conditions, task.samples(2))
-    assert guided.passes == 2 * found.passes
-    assert guided.flops == pytest.approx(2 * found.flops)
+    assert (guided.passes, guided.flops) == (2 * found.passes, pytest.approx(2 * found.flops))
     tokens = [len(tiny_llada.encode(sample.prompt)[0][0]) for sample in task.samples(2)]
     assert (found.prompt_tokens, found.counted) == (sum(tokens) / 2, True)
 

@@ -78,8 +78,7 @@ def test_cards_and_batches_follow_from_the_bytes(plan):
     assert (plan.cards(plan.device_bytes / 0.9 + 1), plan.cards(plan.step / 0.9)) == (1, 0)
     batch = plan.largest_batch(2 * plan.device_bytes)
     fits = [plan.with_batch(number).device_bytes <= 0.9 * 2 * plan.device_bytes for number in (batch, batch + 1)]
-    assert fits == [True, False]
-    assert plan.largest_batch(plan.weights) == 0
+    assert (fits, plan.largest_batch(plan.weights)) == ([True, False], 0)
 
 
 def test_time_is_the_longer_of_operations_and_bytes(plan):

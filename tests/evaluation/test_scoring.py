@@ -30,8 +30,7 @@ def coded(tmp_path):
 
 @pytest.mark.usefixtures("isolation")
 def test_running_the_programs_decides_and_the_record_says_how(tmp_path, coded):
-    assert verdicts(coded) == {}
-    assert score(tmp_path) == 5
+    assert (verdicts(coded), score(tmp_path)) == ({}, 5)
     found = {record["sample"]: record for record in coded.records("verdicts")}
     ids = [sample.id for sample in SAMPLES[:5]]
     assert [found[i]["verdict"] for i in ids] == [True, True, False, False, False]
@@ -46,9 +45,7 @@ def test_a_second_start_runs_only_the_missing_programs(tmp_path, coded):
     score(tmp_path)
     answered(coded, TASK, {SAMPLES[5].id: SAMPLES[5].reference})
     assert score(tmp_path, progress=lambda run, done, total: reports.append((done, total))) == 1
-    assert reports == [(6, 6)]
-    assert score(tmp_path) == 0
-    assert len(coded.records("verdicts")) == 6
+    assert (reports, score(tmp_path), len(coded.records("verdicts"))) == ([(6, 6)], 0, 6)
 
 
 @pytest.mark.usefixtures("isolation")
@@ -56,8 +53,7 @@ def test_a_regenerated_program_is_judged_again(tmp_path, coded):
     score(tmp_path)
     forget(coded)
     answered(coded, TASK, {SAMPLES[0].id: "    return 'wrong'\n", SAMPLES[1].id: SAMPLES[1].reference})
-    assert verdicts(coded) == {}
-    assert score(tmp_path) == 2
+    assert (verdicts(coded), score(tmp_path)) == ({}, 2)
     assert verdicts(coded) == {SAMPLES[0].id: False, SAMPLES[1].id: True}
 
 

@@ -83,8 +83,7 @@ def test_firing_is_counted_by_state_and_step(found):
     assert hit.firing["prompt"] == pytest.approx(sum(prompt) / len(prompt))
     assert hit.firing["masked"] == 0.0
     share = [(run.canvas[:, step][run.real] == token).float().mean().item() for step in range(run.steps_run)]
-    assert hit.by_step.tolist() == pytest.approx(share)
-    assert hit.mean_value == 3.0
+    assert (hit.by_step.tolist(), hit.mean_value) == (pytest.approx(share), 3.0)
     (masked,) = summarize_features(run, sae, EMBEDDED, [2], scope="masked")
     assert {one.state for one in masked.examples} == {"masked"}
     assert (masked.firing["masked"], str(masked.firing["prompt"])) == (1.0, "nan")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from building import left_padding
+from building import NEEDS_BASE, left_padding
 from gpu import samples
 from gpu.agreement import EXACT, near, near_logits, same_tokens
 from stored.folders import ReferenceFolder, StoredRun
@@ -16,6 +16,7 @@ from stored.runs import FOLDERS, open_folder, stored_pass, stored_runs
 from torch import Tensor
 
 from sinklens.model import Model
+from sinklens.model.fetching import ARMS
 
 CPU = torch.device("cpu")
 FIRST, *OTHERS = FOLDERS
@@ -32,6 +33,7 @@ def _logits(model: Model, ids: Tensor, real: Tensor) -> Tensor:
 ])  # fmt: skip
 @pytest.mark.parametrize("name", [
     samples.SHIPPED[0], *(pytest.param(name, marks=pytest.mark.large) for name in samples.SHIPPED[1:]),
+    *(pytest.param(name, marks=[pytest.mark.large, NEEDS_BASE]) for name in ARMS),
 ])  # fmt: skip
 def test_shipped(name: str, dtype: torch.dtype, device: torch.device, finding: Callable[..., None]) -> None:
     """{name}, {dtype}, padded batch"""

@@ -41,8 +41,7 @@ def test_the_rows_of_a_pass_are_those_of_all_its_tensors():
     assert whole.computed is not None
     assert torch.equal(part.computed, whole.computed[1:3])
     assert torch.equal(part.undecided, whole.undecided[1:3])
-    assert part.active.tolist() == [False, True]
-    assert (part.step, part.decidable) == (1, None)
+    assert (part.active.tolist(), (part.step, part.decidable)) == ([False, True], (1, None))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

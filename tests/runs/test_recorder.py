@@ -329,7 +329,6 @@ def test_every_token_of_a_run_has_text_even_if_a_replay_overrides_an_edit(tiny_l
 
 def test_a_track_describes_its_run(run):
     attrs = run.sinks.data.attrs
-    assert attrs["model"] == run.model.name
-    assert json.loads(attrs["settings"])["gen_length"] == 8
+    assert (attrs["model"], json.loads(attrs["settings"])["gen_length"]) == (run.model.name, 8)
     assert (attrs["seed"], attrs["causal"], run.sinks.causal) == (0, int(run.sinks.causal), run.model.family == "llama")
     assert run.sinks.special == run.model.special_tokens

@@ -47,8 +47,7 @@ def test_a_block_visits_every_step_and_reads_its_values(tiny_llada, base):
             kept = t["blocks.3.hook_resid_post"].save()
         after = "ran"
     d_model = tiny_llada.cfg.d_model
-    assert visited == [(n, n, d_model) for n in range(24)]
-    assert after == "ran"
+    assert (visited, after) == ([(n, n, d_model) for n in range(24)], "ran")
     assert torch.equal(t.canvas, base.canvas)
     assert t.text == base.text
     assert torch.equal(t.unmask_step, base.unmask_step)

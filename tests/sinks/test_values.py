@@ -18,9 +18,11 @@ def test_a_planted_drain_is_a_no_op_and_an_ordinary_value_is_not():
     norm[0, 1], norm[1, 3], norm[:, 0] = 0.1, 2.0, 100
     track = planted(score, real=[False] + [True] * 5, value_norm=norm)
     found = values_at(track, track.detect())
-    assert found["sinks"].values.tolist() == [2]
-    assert found["value_ratio"].values == pytest.approx(1.05)
-    assert found["no_op"].values == pytest.approx(0.5)
+    assert (found["sinks"].values.tolist(), found["value_ratio"].values, found["no_op"].values) == (
+        [2],
+        pytest.approx(1.05),
+        pytest.approx(0.5),
+    )
     nothing = values_at(track, track.detect() & False)
     assert nothing["sinks"].values.tolist() == [0]
     assert nothing[["value_ratio", "no_op"]].to_array().isnull().all()

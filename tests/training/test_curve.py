@@ -42,8 +42,7 @@ def test_kept_weights_become_checkpoints_named_after_their_step(run, small, tmp_
     assert scores == [record["norm"] for record in accuracy_curve(recipe, run, norm)]
     complete = (written[0] / "config.json").read_bytes()
     (written[0] / "config.json").write_text("kept")
-    assert write_checkpoints(recipe, run, out) == written
-    assert (written[0] / "config.json").read_text() == "kept"
+    assert (write_checkpoints(recipe, run, out), (written[0] / "config.json").read_text()) == (written, "kept")
     (written[0] / "generation_config.json").unlink()  # written last: the checkpoint is incomplete
     assert write_checkpoints(recipe, run, out) == written
     assert (written[0] / "config.json").read_bytes() == complete
