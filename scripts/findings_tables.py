@@ -150,7 +150,7 @@ TABLES: dict[str, Table] = {
     ), models=PAIR[2:]),
     "pair_pairs": Table("pair-pairs", (
         percent("heads with a sink, points", measure="heads with a sink, of 1", share=0.15),
-        plain("nats lost by hiding all sinks, 100 windows", measure="hiding any sinks", share=0.15),
+        plain("nats lost by hiding all sinks", measure="hiding any sinks", share=0.15),
         percent("strongest key changes, a token replaced, points", measure="jumps, a token replaced, later queries"),
     ), models=(f"{PAIR[2]} − {PAIR[1]}",)),
     "pair_fates": Table("pair-fates", tuple(
@@ -173,8 +173,7 @@ TABLES: dict[str, Table] = {
             ("… difference", "difference"),
         )),
         *(plain(f"… difference, {100 * share:.0f} % masked", measure="matched_cost", share=share, hidden="difference")
-          for share in (0.05, 0.9)),
-        percent("… attention hidden, either way, %", measure="matched_removed", share=0.15, hidden="sinks"),
+          for share in (0.05, 0.3, 0.5, 0.7, 0.9)),
     ), models=PAIR),
     "pair_problems": Table("problems/pair-texts", (
         *(
@@ -198,9 +197,11 @@ TABLES: dict[str, Table] = {
             ("another problem's answer", "another answer"),
             ("a token decided: later queries", "decided, later"),
             ("a token of the prompt replaced: later queries", "prompt token"),
-            ("a token of the answer replaced: later queries", "answer token"),
             ("an operand replaced: later queries", "operand"),
         )),
+        Row("as in the run − another problem's answer, points",
+            {"measure": "jump_share", "compared": "decided − another answer", "lead": 0.0}, 100.0, 1,
+            "groups/edits-differences"),
         percent("jumps when a token is decided: share with a lead below 0.1", measure="near_tie_share", edit="decided"),
     )),
     "matched": Table("groups/token_types-matched", (
