@@ -78,12 +78,17 @@ def mean_rows(
     labels = {str(name): values[name].to_numpy() for name in values.dims if name != "prompt"}
     array = values.to_numpy()
     for place in np.ndindex(array.shape[1:]):
-        one = array[(slice(None), *place)][:, None]
-        parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
-        found = stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, null=0.0)
         at = {name: values_of[number] for (name, values_of), number in zip(labels.items(), place, strict=True)}
-        rows.append(matched_row(model, measure, found, at, claim))
+        rows.append(matched_row(model, measure, mean_over(array[(slice(None), *place)], seed, group), at, claim))
     return rows
+
+
+def mean_over(
+    values: Float[np.ndarray, " prompt"], seed: int, group: Groups | None, scale: Scale = LINEAR, null: float = 0.0
+) -> Matched:
+    """The mean of the prompts that have a value, with its interval and the p value of `null`, as in `stratified`."""
+    parts = [np.nan_to_num(values)[:, None], (~np.isnan(values)).astype(float)[:, None]]
+    return stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, scale=scale, null=null)
 
 
 def stratified(

@@ -21,8 +21,7 @@ from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown, smallest_t
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, SHARE
-from sinklens.analyses.estimates.strata import Groups, groups_of, stratified
-from sinklens.analyses.matching import ratio
+from sinklens.analyses.estimates.strata import Groups, groups_of, mean_over
 from sinklens.utils.arguments import checked
 from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
 
@@ -105,15 +104,14 @@ def _over_groups(
     """What differs in a row of `interval_table` over groups: limits, and p value and spread for a hypothesis."""
     from scipy.stats import t
 
-    scale = {(0, 1): SHARE, (-1, 1): DIFFERENCE}.get(_span(values, possible), LINEAR)  # type: ignore[arg-type]
-    of_prompt = np.array([np.nan_to_num(values), ~np.isnan(values)])[..., None]
-    found, _, groups = stratified(lambda *sums: sums, ratio, [*of_prompt], seed, group, False, scale, null)
+    # a test is on the linear scale, which has a p value even if resamples reach a limit of the measure
+    bounded = {(0, 1): SHARE, (-1, 1): DIFFERENCE} if np.isnan(null) else {}
+    found, _, groups = mean_over(values, seed, group, bounded.get(_span(values, possible) or (0, 0), LINEAR), null)
     if not groups or not found.low < found.high:
         return {"groups": 0}
     spread = (found.high - found.low) / 2 / t.ppf(0.975, groups - 1) * groups**0.5
-    return {"low": found.low, "high": found.high, "groups": groups} | (
-        {} if np.isnan(null) else {"p": found.p, "spread": spread}
-    )
+    of_test = {"p": found.p, "spread": spread} if not np.isnan(null) else {}
+    return {"low": found.low, "high": found.high, "groups": groups, **of_test}
 
 
 @checked

@@ -59,19 +59,22 @@ def test_no_loss_at_all_still_has_an_interval_in_a_table():
 def test_where_prompts_differ_by_group_alone_the_table_is_a_t_test_over_groups():
     """Eight prompts of each of six groups; outcomes that differ in no group have the limits over prompts."""
     of_group = np.array([0.4, 1.1, 0.2, 0.9, -0.3, 0.6])
-    values = {"kl": np.repeat(of_group, 8), "cost": np.repeat([1.0, 0, 0, 0, 0, 1], 8), "right": np.zeros(48)}
+    values = {"kl": np.repeat(of_group, 8), "cost": np.repeat([1.0, 0, 0, 0, 0, 1], 8), "right": np.zeros(48),
+              "changed": np.arange(48) > 0}  # fmt: skip
     at = {"prompt_group": ("prompt", np.repeat(list("abcdef"), 8))}
-    data = xr.Dataset({name: ("prompt", value) for name, value in values.items()}, at)
-    (kl, cost, right), (*_, alone) = (
+    data = xr.Dataset({name: ("prompt", value.astype(float)) for name, value in values.items()}, at)
+    (kl, cost, right, changed), (_, _, alone, _) = (
         judged(interval_table({"m": data}, list(values), null=0.0, by_group=by)).to_dict("records")
         for by in (True, False)
     )
     expected = ttest_1samp(of_group, 0)
     assert (kl["groups"], cost["groups"], right["groups"]) == (6, 6, 0)
     np.testing.assert_allclose([kl["low"], kl["high"]], expected.confidence_interval(), atol=0.03)
-    assert kl["p"] == pytest.approx(expected.pvalue, abs=0.004)
-    assert kl["shown"] == pytest.approx(smallest_t(6, of_group.std(ddof=1), 0.05 / 3), rel=0.05)
-    assert (cost["verdict"], cost["why"][:26]) == ("cannot tell", "too few groups of prompts:")
+    assert (kl["p"], changed["p"]) == (pytest.approx(expected.pvalue, abs=0.004), pytest.approx(0, abs=1e-4))
+    assert kl["shown"] == pytest.approx(smallest_t(6, of_group.std(ddof=1), 0.05 / 4), rel=0.05)
+    assert (changed["verdict"], cost["verdict"], cost["why"][:26]) == (
+        "holds", "cannot tell", "too few groups of prompts:"
+    )  # fmt: skip
     assert [right[name] for name in ("low", "high", "p")] == [alone[name] for name in ("low", "high", "p")]
 
 
