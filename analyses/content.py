@@ -153,7 +153,7 @@ class Content(Study):
         ``controls``: how many control keys were found; ``removed``: the attention that masks remove.
         """
         listed = {"costs": [*MEASURES, *BASE], "shares": list(SHARE), "controls": list(CONTROLS), "removed": list(MASS)}
-        tables = {name: interval_table(measured, found, self.seed, by_group=True) for name, found in listed.items()}
+        tables = {name: interval_table(measured, found, self.seed) for name, found in listed.items()}
         tables["removed"] = tables["removed"].dropna(subset="estimate")
         meanings = MEASURES | BASE | SHARE | CONTROLS | MASS
         named = {
@@ -166,13 +166,13 @@ class Content(Study):
         """The paired differences of `contrasts`, corrected over all of a model."""
         paired = {model: self.contrasts(data) for model, data in measured.items()}
         ranges = dict.fromkeys(map(str, next(iter(paired.values()))), (-1, 1))
-        return judged(interval_table(paired, [*ranges], self.seed, ranges, null=0.0, by_group=True))
+        return judged(interval_table(paired, [*ranges], self.seed, ranges, null=0.0))
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
         from sinklens.analyses.figures import interval_panels
 
-        table = interval_table(measured, ["cost"], self.seed, by_group=True)
+        table = interval_table(measured, ["cost"], self.seed)
         costs = interval_panels(table, MEASURES, along="part", by="change", series=CHANGES, panel="kind", names=PARTS)
         return {"costs": costs}
 

@@ -97,7 +97,7 @@ class Dynamics(Study):
         prompt.
         """
         tables = {
-            "motion": interval_table(measured, IN_TABLE, self.seed, by_group=True),
+            "motion": interval_table(measured, IN_TABLE, self.seed),
             "null": null_table(measured, self.seed),
             "differences": difference_table(measured, IN_TABLE, self.seed),
         }
@@ -111,7 +111,7 @@ class Dynamics(Study):
         from sinklens.views.figures import sink_paths
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
-        table = interval_table(measured, DRAWN, self.seed, by_group=True)
+        table = interval_table(measured, DRAWN, self.seed)
         label = wrapped(f"mean over prompts, 95 % interval; {SINK}; strongest key: the largest column sum", 40)
         return {
             "map": maps(tracks),

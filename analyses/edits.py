@@ -176,9 +176,9 @@ class Edits(Study):
         """
         differences = {name: self.contrasts(data) for name, data in measured.items()}
         tables = {
-            "jumps": interval_table(measured, list(MEASURES), self.seed, by_group=True),
+            "jumps": interval_table(measured, list(MEASURES), self.seed),
             "differences": judged(
-                interval_table(differences, ["jump_share"], self.seed, null=0.0, by_group=True), "more", "less"
+                interval_table(differences, ["jump_share"], self.seed, null=0.0), "more", "less"
             ),
         }
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
@@ -195,7 +195,7 @@ class Edits(Study):
         from sinklens.views.charts import curves
         from sinklens.views.figures import panels
 
-        table = interval_table(measured, ["jump_share"], self.seed, by_group=True)
+        table = interval_table(measured, ["jump_share"], self.seed)
         figure, axes = panels(len(EDITS), columns=4, size=(4, 3))
         for (edit, meaning), ax in zip(EDITS.items(), axes, strict=True):
             curves(table[table["edit"] == edit], "lead", ax).set(

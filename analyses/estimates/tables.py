@@ -2,7 +2,7 @@
 
 Limits are over prompts, because prompts were sampled, not steps or heads (sinklens/utils/estimates.py): score limits
 for outcomes, which take few values, else a bootstrap. Prompts of one group, such as a template, resemble each other; so
-where a study asks for it, limits and tests are over groups (strata.py).
+with several groups, limits and tests are over groups (strata.py).
 
 Several claims of one study are tested as one family, with Holm's correction (`judged`). Beside each stands the smallest
 effect that the prompts could have shown after that correction (power.py), so that "cannot tell" says whether the number
@@ -60,9 +60,11 @@ def interval_table(
     seed: int = 0,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     null: float | Mapping[str, float] | None = None,
-    by_group: bool = False,
 ) -> "DataFrame":
     """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``.
+
+    Intervals and p values are over the groups of prompts (the coordinate ``prompt_group``), where there are several and
+    they differ. The column ``groups`` has their number; 0 for a row over prompts.
 
     Args:
         ranges: smallest and largest value of the variables that are outcomes, in addition to `RANGES`. A variable with
@@ -70,12 +72,10 @@ def interval_table(
         null: adds a column ``p``, two-sided, for the hypothesis that the mean is `null` (one number, or one for each
             variable; NaN for none); see `p_value`. Also ``null``, ``spread`` and ``against``, from which `corrected`
             works out what the prompts could have shown.
-        by_group: whether intervals and p values are over the groups of prompts (the coordinate ``prompt_group``), where
-            there are several and they differ. A column ``groups`` has their number; 0 for a row over prompts.
     """
     known, rows = {**RANGES, **(ranges or {})}, []
     for model, data in measured.items():
-        group = groups_of(data) if by_group else None
+        group = groups_of(data)
         for name in variables:
             values = data[name].transpose("prompt", ...)
             array, labels = values.to_numpy(), _labels(values)
