@@ -177,9 +177,7 @@ class Edits(Study):
         differences = {name: self.contrasts(data) for name, data in measured.items()}
         tables = {
             "jumps": interval_table(measured, list(MEASURES), self.seed),
-            "differences": judged(
-                interval_table(differences, ["jump_share"], self.seed, null=0.0), "more", "less"
-            ),
+            "differences": judged(interval_table(differences, ["jump_share"], self.seed, null=0.0), "more", "less"),
         }
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
 

@@ -181,7 +181,7 @@ class Study(ABC):
             progress: whether to show a progress bar (lines if there is no terminal); by default on a terminal only. Or
                 a function called with a model's name, its number of finished prompts and its total number of prompts.
             group: what each prompt shares with others, such as its template, document or author: matched comparisons
-                compare prompts of one group, and their intervals resample groups. By default the templates of shipped
+                compare prompts of one group, and intervals resample groups. By default the templates of shipped
                 word problems; None for other prompts.
 
         Raises:

@@ -30,29 +30,22 @@ def label(function: Callable[..., Any]) -> str:
     return f"hook function {getattr(function, '__name__', repr(function))}"
 
 
-def refuse_other(value: Any, there: Tensor, what: str, point: str) -> None:
+def refuse_other(
+    value: Any,
+    there: Tensor,
+    what: str,
+    point: str | None,
+    advice: str = "return the same shape, or None to change nothing",
+) -> None:
     """Check that `value` may replace the value `there` at `point`.
 
     Raises:
-        HookFunctionError: `value` is not a tensor of the same shape, dtype and device.
-    """
-    if not same_shape(value, there, point):
-        raise HookFunctionError(
-            f"{what} is {shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
-            f"of that shape, or edit parts in place: t[name][:] = 0."
-        )
-    refuse_kind(value, there, what, point)
-
-
-def refuse_kind(value: Any, there: Tensor, what: str, point: str | None) -> None:
-    """Check that `value` is a tensor of the dtype and the device of `there`; see `same_kind`.
-
-    Raises:
-        HookFunctionError: it is not; the model would fail later, far from the hook, or round differently.
+        HookFunctionError: `value` is not a tensor of the same shape, dtype and device; the model would broadcast it,
+            fail later, far from the hook, or round differently.
     """
     require(
-        isinstance(value, Tensor),
-        f"{what} is {type(value).__name__}; return a tensor, or None to change nothing.",
+        same_shape(value, there, point),
+        f"{what} is {shape_of(value)}, but the value at this point has shape {list(there.shape)}; {advice}.",
         HookFunctionError,
     )
     require(
@@ -63,9 +56,9 @@ def refuse_kind(value: Any, there: Tensor, what: str, point: str | None) -> None
     )
 
 
-def same_kind(value: Any, there: Tensor, point: str | None) -> bool:
-    """Whether `value` is a tensor of the dtype and the device of `there`; a mask may have any floating dtype."""
-    if not isinstance(value, Tensor) or value.device != there.device:
+def same_kind(value: Tensor, there: Tensor, point: str | None) -> bool:
+    """Whether `value` has the dtype and the device of `there`; a mask may have any floating dtype."""
+    if value.device != there.device:
         return False
     return value.dtype == there.dtype or ((point or "").endswith(MASK) and value.is_floating_point())
 
@@ -74,9 +67,9 @@ def _kind(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
-def same_shape(value: Any, there: Tensor, point: str) -> bool:
+def same_shape(value: Any, there: Tensor, point: str | None) -> bool:
     """Whether `value` has the shape of `there`; a mask may have one row, or one row per query."""
-    free = 2 if point.endswith(MASK) else None
+    free = 2 if (point or "").endswith(MASK) else None
     if not isinstance(value, Tensor):
         return False
     found, wanted = ([size for axis, size in enumerate(one.shape) if axis != free] for one in (value, there))

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.hook_functions import label, refuse_kind, same_kind
+from sinklens.hooks.hook_functions import label, refuse_other, same_kind, same_shape
 from sinklens.hooks.turn import Turn
 
 if TYPE_CHECKING:
@@ -232,10 +232,9 @@ class Point(HookPoint):
     def forward(self, x: "Tensor") -> "Tensor":
         for key, function in tuple(self._functions.items()):
             if (changed := function(self, (x,), x)) is not None:
-                if not same_kind(changed, x, self.name):
-                    refuse_kind(
-                        changed, x, f"what {label(self._given(key, function))} returned at {self.name}", self.name
-                    )
+                if not (same_shape(changed, x, self.name) and same_kind(changed, x, self.name)):
+                    at = self.name if self.step is None else f"{self.name} (step {self.step})"
+                    refuse_other(changed, x, f"what {label(self._given(key, function))} returned at {at}", self.name)
                 x = changed
         return x
 

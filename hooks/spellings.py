@@ -70,7 +70,10 @@ class ByPoint(dict[str, Value]):
     def __missing__(self, key: str) -> Value:
         canonical = self._canonical(key)
         if not super().__contains__(canonical):
-            raise HookNameError(f"{key!r} is not in the cache of {len(self)} values: {', '.join(list(self)[:5])}, …")
+            raise HookNameError(
+                f"{key!r} is not in the cache of {len(self)} values: {', '.join(list(self)[:5])}"
+                f"{', …' * (len(self) > 5)}. Name it in names_filter=."
+            )
         return self[canonical]
 
     def get(self, key: str, default: Any = None) -> Any:

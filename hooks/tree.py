@@ -389,6 +389,7 @@ class HookTree(ModelWeights, HookFront):
         time: Time = None,
         mode: str | None = None,
         block_start: Any = None,
+        **unknown: Any,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -414,8 +415,13 @@ class HookTree(ModelWeights, HookFront):
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
-            SettingError: a layer does not exist, or the loss cannot be computed.
+            SettingError: a layer does not exist, the loss cannot be computed, or an argument is one of a run.
         """
+        require(
+            not unknown,
+            f"a single pass has no argument {', '.join(unknown)}; sinklens.generate and sinklens.trace run a model, "
+            f"with hooks= and settings such as gen_length=, and model.to_canvas appends masks for a pass.",
+        )
         self.refuse_unusable()
         layers = partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
         from_stream = start_at_layer is not None

@@ -108,7 +108,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     ' Nearest: denoise.hook_logits.'
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, count, 0.5) or [one for one in known if name[2:] and name in one]
+    close = (
+        [one for one in known if one.endswith(f".{name}")]
+        or difflib.get_close_matches(name, known, count, 0.5)
+        or [one for one in known if name[2:] and name in one]
+    )
     return f" Nearest: {', '.join(close[:count])}." if close else ""
 
 

@@ -72,8 +72,7 @@ def patterns_of(model: sinklens.Model, family: str, **more: Any) -> tuple[Any, d
     seen: dict[tuple[int, int], Tensor] = {}
 
     def keep(value, hook):
-        length = hook.key_positions.start
-        seen[hook.step, hook.layer()] = torch.nn.functional.pad(value, (length, 0), value=-1.0)
+        seen[hook.step, hook.layer()] = torch.nn.functional.pad(value, (hook.key_positions.start, 0), value=-1.0)
 
     points = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
     hooks = [*more.pop("hooks", []), *points]

@@ -20,7 +20,7 @@ DRY_RUN = DryRun()
 
 
 def reproduce(
-    models: tuple[str, ...] = (),
+    models: Names = (),
     /,
     *,
     call: Call,

@@ -1,7 +1,7 @@
 """The options that follow from the declarations of the samplers' settings.
 
 An option has the setting's name, type and meaning, and the defaults of all samplers that have it. Whether a value fits
-is checked by the sampler of the model.
+is checked by the sampler of the model. The help leaves out what only one or two samplers have (`RARE`).
 
 Pitfall: the samplers import torch, so only commands that take settings import this module.
 """
@@ -9,13 +9,14 @@ Pitfall: the samplers import torch, so only commands that take settings import t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from sinklens.cli.options import whole
 from sinklens.families.registry import SAMPLERS, register_installed
 from sinklens.families.samplers import setting_help
 from sinklens.utils.arguments import REQUIRED, Argument
 
+RARE = 2  # samplers
 WORDS = {"None": "off", "True": "yes", "False": "no"}
 
 
@@ -46,11 +47,18 @@ def _option(name: str, owned: Sequence[Argument]) -> Any:
     text += "" if "default" in text else f" (default: {', '.join(WORDS.get(one, one) for one in defaults)})"
     text += "; of a block-causal checkpoint the length of its blocks" * (name == "block_length")
     negative = f"--no-{name.replace('_', '-')}" if kind is bool else ()
-    return Annotated[kind, Parameter(help=text, negative=negative, converter=whole if kind is int else None)]
+    return Annotated[
+        kind,
+        Parameter(help=text, negative=negative, converter=whole if kind is int else None, show=len(owned) > RARE),
+    ]
 
 
 if TYPE_CHECKING:
     Settings = dict[str, Any]
 else:
-    GROUP = "Sampler settings (which apply depends on the model; the checkpoint's defaults replace those listed here)"
+    GROUP = Group(
+        "Sampler settings",
+        help="Which apply depends on the model. The checkpoint's defaults replace those listed here. Not listed: "
+        "settings of only one or two samplers; sinklens.families.settings_for(sinklens.load(MODEL), {}) shows all.",
+    )
     Settings = Annotated[TypedDict("Settings", _options(), total=False), Parameter(name="*", group=GROUP)]

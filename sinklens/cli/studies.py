@@ -55,7 +55,7 @@ def run_study(
             of token ids under 'prompt' or 'question', and what is measured of answers needs the right one, a text or a
             number under 'expected' or 'answer' (default: the shipped held-out problems)
         group: key of each line of FILE.jsonl that holds what its prompt shares with others, such as its template,
-            document or author; matched comparisons compare within groups, and most intervals resample groups (default:
+            document or author; matched comparisons compare within groups, and intervals resample groups (default:
             the templates of the shipped problems; none for a file)
         limit: only the first N prompts (default: 100 of the shipped problems; all prompts of a file)
         batch_size: prompts run together, where the study supports it; does not affect the results

@@ -251,7 +251,8 @@ def _of_rows(given: Int[Tensor, "prompt n"], rows: int, name: str) -> Int[Tensor
 def _check_token(token: int, model: "Model") -> None:
     require(
         as_integer(token) in range(model.cfg.d_vocab),
-        f"token {token!r} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.",
+        f"token {token!r} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}. "
+        f"model.to_single_token(text) is the id of a text.",
     )
 
 

@@ -464,8 +464,11 @@ def chosen_keys(
     """
     known = [entry.name for entry in fields(Where)]
     for name in which:
-        says = f"there is no argument {name!r}; which keys is said by where= or by {', '.join(known)}."
-        require(name in known, f"{says}{nearest(name, known)}")
+        says = f"there is no argument {name!r}. steps=, layers= and heads= say where it acts; where=, or"
+        require(
+            name in known,
+            f"{says} {', '.join(known)}, says on which keys.{nearest(name, ['steps', 'layers', 'heads', *known])}",
+        )
     if where is None:
         number = usual if top_k is None and which.get("detector") is None else top_k
         return {"where": Where(top_k=number, positions=positions, **which)}

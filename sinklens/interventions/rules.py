@@ -561,10 +561,10 @@ class Where(Rule):
         keys, real, device = scores.shape[-1], run.real, run.real.device
         reach = torch.arange(keys, device=device) >= torch.tensor(starts, device=device)[:, None]
         there = (real[:, None, :keys] & reach)[:, :, None]  # [batch, layer, 1, key]
-        longest = int(there.sum(dim=-1).amax(dim=0).min())
+        fewest = int(there.sum(dim=-1).min())
         require(
-            self.top_k is None or self.top_k <= longest,
-            f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many.",
+            self.top_k is None or self.top_k <= fewest,
+            f"top_k = {self.top_k}, but at step {step} a row has only {fewest} positions; choose at most that many.",
         )
         assert seen.canvas is not None, "scores belong to a canvas"
         canvas = seen.canvas.first(keys)

@@ -98,10 +98,11 @@ def find_checkpoint(
         f"models/{name_or_path} of a checkout.",
         CheckpointError,
     )
+    known = [*shipped_names(), fetching.BASE, *fetching.ARMS]
     require(
         on_hub(name_or_path) and str(name_or_path).count("/") == 1,
-        f"{str(name_or_path)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
-        f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}",
+        f"{str(name_or_path)!r} is neither a folder nor a shipped checkpoint ({', '.join(known)}) nor a hub name like "
+        f"'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), known)}",
         CheckpointError,
     )
     refuse_missing(name_or_path, revision, otherwise)

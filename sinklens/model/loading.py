@@ -71,7 +71,8 @@ class LoadRequest:
 
 def family_at(name_or_path: str | Path, options: Mapping[str, Any]) -> Family:
     """The family as which a model is loaded with these arguments of `LoadRequest`."""
-    raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
+    *_, described = _folders(name_or_path, options.get("revision"), options.get("adapter"))
+    raw = files.read_config(described)
     return family_of(raw, str(name_or_path), options.get("family"), options.get("block_length"))
 
 
@@ -164,9 +165,9 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
 
     import sinklens.hooks.attention.attention as attention
 
-    folder = files.find_checkpoint(name_or_path, request.revision)
-    raw = files.read_config(folder)
-    family, blocks = identify(raw, str(folder), request.family, request.block_length)
+    folder, place, described = _folders(name_or_path, request.revision, request.adapter)
+    raw = files.read_config(described)
+    family, blocks = identify(raw, str(described), request.family, request.block_length)
     raw = _with_mask(raw, request.mask_token_id, family, str(folder))
     weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
     rows, size = weights.shapes.get(family.rows_of, (0,))[0], raw.get("vocab_size")
@@ -178,7 +179,6 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     except CheckpointError as error:
         raise CheckpointError(f"{error} {shape_of(raw, family)}") from error
     tied = dict(empty.all_tied_weights_keys)
-    place = _adapter_folder(folder, request.adapter)
     lora = None if place is None else read_lora(place, family, weights, empty)
     adapter = read_adapter(folder, family, weights, empty)
     require(
@@ -192,7 +192,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
         quantization.check_wanted(request.quantization, packed, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
-    defaults = _sampler_defaults(folder, family)
+    defaults = _sampler_defaults(described, family)
     quantized = packed is not None or request.quantization is not None
     require(
         not quantized or lora is None,
@@ -233,17 +233,25 @@ def _fitting(
     return empty
 
 
-def _adapter_folder(folder: Path, named: str | Path | None) -> Path | None:
-    """The folder of the adapter to merge: the one that the caller names, or the checkpoint's."""
-    if named is None:
-        return folder if has_adapter(folder) else None
-    place = files.find_checkpoint(named, otherwise="download it with `hf download`, and pass the folder that it prints")
+def _folders(
+    name_or_path: str | Path, revision: str | None, adapter: str | Path | None
+) -> tuple[Path, Path | None, Path]:
+    """The folder of a checkpoint; that of the adapter to merge, which the caller names or the checkpoint has; and the
+    one of these whose config.json describes the merged model, which can be of another family than the checkpoint.
+    """
+    folder = files.find_checkpoint(name_or_path, revision)
+    if adapter is None:
+        return folder, folder if has_adapter(folder) else None, folder
+    try:
+        place = files.find_checkpoint(adapter, otherwise="download it with `hf download`, and pass its folder")
+    except CheckpointError as error:
+        raise CheckpointError(f"adapter={str(adapter)!r}: {error}") from error
     require(
         not has_adapter(folder) or place.resolve() == folder.resolve(),
         f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away.",
         CheckpointError,
     )
-    return place
+    return folder, place, place if (place / "config.json").is_file() else folder
 
 
 def outline(
@@ -257,14 +265,14 @@ def outline(
     Raises:
         CheckpointError: see `sinklens.load`.
     """
-    folder = files.find_checkpoint(name_or_path, request.revision)
-    raw = files.read_config(folder)
-    family, blocks = identify(raw, str(folder), request.family, request.block_length)
+    folder, _, described = _folders(name_or_path, request.revision, request.adapter)
+    raw = files.read_config(described)
+    family, blocks = identify(raw, str(described), request.family, request.block_length)
     config = translate(raw, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     empty = build_empty(config, family.model_class, device, dtype)
     revision = files.commit_of(folder) or request.revision
-    return prepare(empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(folder, family), blocks)
+    return prepare(empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(described, family), blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:

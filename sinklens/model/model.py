@@ -305,7 +305,8 @@ def load(
         quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4" or a config of
             transformers for bitsandbytes; by default they are not quantized.
         adapter: folder or hub name of a LoRA adapter in peft's format, which is merged into the weights; by default
-            the one beside the checkpoint's weights, if there is one.
+            the one beside the checkpoint's weights, if there is one. A config.json in its folder replaces the
+            checkpoint's.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:

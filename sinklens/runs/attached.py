@@ -1,4 +1,4 @@
-"""The hooks of a run, attached to their points while it lasts, with a check of what they return.
+"""The hooks of a run, attached to their points while it lasts.
 
 Under guidance the batch of a pass is the conditional rows followed by the unconditional ones; hooks see the conditional
 rows alone.
@@ -10,10 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError
-from sinklens.hooks.attention.masks import MaskHook
 from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of
+from sinklens.hooks.hook_functions import label, refuse_other
 from sinklens.hooks.points import Point
 from sinklens.hooks.tree import HookTree
 from sinklens.runs.intervention import HookFunction
@@ -22,33 +20,26 @@ from sinklens.runs.intervention import HookFunction
 @contextmanager
 def attached(tree: HookTree, pairs: Sequence[tuple[str, HookFunction]], rows: int, guided: bool) -> Iterator[None]:
     """Attach (point, function) pairs for a batch of `rows`; on exit, restore the model."""
-    with tree.hooks([(name, _checked(function, rows, guided)) for name, function in pairs]):
+    with tree.hooks([(name, _conditional(function, rows) if guided else function) for name, function in pairs]):
         try:
             yield
         finally:
             tree.watch.forward_pass = ForwardPass()
 
 
-def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:
-    """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
-    if isinstance(function, MaskHook) and not guided:
-        return function
+def _conditional(function: HookFunction, rows: int) -> HookFunction:
+    """`function` on the conditional rows alone."""
 
     def call(value: Tensor, hook: Point) -> Tensor | None:
-        doubled = guided and len(value) == 2 * rows
-        seen = value[:rows] if doubled else value
+        if len(value) != 2 * rows:
+            return function(value, hook=hook)
+        seen, rest = value[:rows], value[rows:]
         changed = function(seen, hook=hook)
         if changed is None:
             return None
-        if not same_shape(changed, seen, hook.name or ""):
-            raise HookFunctionError(
-                f"{label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} and "
-                f"returned {shape_of(changed)}; return the same shape, or None to change nothing."
-            )
-        refuse_kind(changed, seen, f"what {label(function)} returned at {hook.name} (step {hook.step})", hook.name)
-        if not doubled:
-            return changed
-        rest = value[rows:]  # the function may have expanded a mask to one row per query
+        what = f"what {label(function)} returned at {hook.name} (step {hook.step})"
+        refuse_other(changed, seen, what, hook.name)
+        # the function may have expanded a mask to one row per query
         sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
         return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)])
 

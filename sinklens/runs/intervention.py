@@ -275,7 +275,8 @@ def within(kind: str, chosen: Sequence[Any] | None, size: int) -> list[int]:
     for number in numbers:
         require(
             -size <= number < size,
-            f"{kind} {number} does not exist; there are {size}, 0 to {size - 1} (or -{size} to -1).",
+            f"{kind} {number} does not exist; there are {size}, 0 to {size - 1} (or -{size} to -1)."
+            + " A single pass and a likelihood have step 0 alone; leave steps= out." * ((kind, size) == ("step", 1)),
         )
     return sorted({number % size for number in numbers})
 

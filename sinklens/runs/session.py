@@ -307,10 +307,11 @@ class Trace(BlockTracer):
         Raises:
             HookFunctionError: `value` differs from the value at this point in shape, dtype or device.
         """
-        point = self._point(name)
+        point, resolved = self._point(name), self._denoising.model.tree.resolve(name)
         refuse_other(
-            value, point.output, f"the value assigned to t[{name!r}]", self._denoising.model.tree.resolve(name)
-        )
+            value, point.output, f"the value assigned to t[{name!r}]", resolved,
+            "assign a tensor of that shape, or edit parts in place: t[name][:] = 0",
+        )  # fmt: skip
         point.output = value
 
     def _point(self, name: str) -> Any:

@@ -153,7 +153,7 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
             return (value,)
     *most, last = [words for kind in kinds if not hasattr(kind, "STANDS_FOR") for words in _described(kind)]
     allowed = f"{', '.join(most)} or {last}" if most else last
-    shown = f"{given!r:.80}"
+    shown = f"{given!r:.80}{'…' * (len(repr(given)) > 80)}"
     raise SettingError(
         f"{name} must be {allowed}; got {type(given).__name__ if chr(10) in shown else shown}.{_held(kinds, given)}"
     )

@@ -102,8 +102,8 @@ def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, m
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "table", tmp_path)
-    against = re.findall(r" \[-0\.\d{3}, \+0\.\d{3}\]", out)
-    assert ("…" in out, len(against)) == (False, 6 + 4)  # the unmasked run, and sinks against random keys
+    # the unmasked run, and sinks against random keys
+    assert ("…" in out, len(re.findall(r" \[-0\.\d{3}, \+0\.\d{3}\]", out))) == (False, 6 + 4)
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
 
 

@@ -109,5 +109,6 @@ def test_first_hitting_decides_one_position_at_falling_times(conformance, tmp_pa
         assert bool((time <= before + 1e-6).all())
         assert float((time / before).mean()) == pytest.approx(masks / (masks + 1), abs=0.06)
         before = time
-    first = (run.canvas[:, 1, 4:] != 162).sum(dim=0)
-    assert bool(((first - 60).abs() < 27).all())  # four standard deviations of a fair choice
+    assert bool(
+        (((run.canvas[:, 1, 4:] != 162).sum(dim=0) - 60).abs() < 27).all()
+    )  # four standard deviations of a fair choice

@@ -23,9 +23,8 @@ SCALE = 0.37
 
 
 def operands(queries, keys, heads=4, kv_heads=4, d_head=24, dtype=torch.float32):
-    query = 2 * torch.randn(2, heads, queries, d_head, device=DEVICE)
-    key = 2 * torch.randn(2, kv_heads, keys, d_head, device=DEVICE)
-    return query.to(dtype), key.to(dtype)
+    sizes = ((2, heads, queries, d_head), (2, kv_heads, keys, d_head))
+    return tuple((2 * torch.randn(*size, device=DEVICE)).to(dtype) for size in sizes)
 
 
 def assert_equal_to_plain(query, key, mask=None, real=None, causal=False, atol=2e-5):

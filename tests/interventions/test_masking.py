@@ -224,8 +224,7 @@ def test_a_mask_is_made_once_for_all_layers_where_nothing_else_takes_part(model,
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(model, architecture, causal, cached):
     """Mask all keys of the previous step: every key in a diffusion run, all but the new token in an autoregressive."""
-    length = len(LONG.split()) + (0 if causal else 8)
-    length += architecture == "sdar"  # the position that completes the last block
+    length = len(LONG.split()) + (0 if causal else 8) + (architecture == "sdar")  # which completes its last block
     points = ["hook_pattern", "hook_logits"]
     watched = watch(model, [LONG], [MaskSinks(top_k=length, steps=[1])], points, **cache_of(cached))
     pattern = watched.stacked("hook_pattern", 1)
@@ -350,12 +349,12 @@ REFUSED = [
     ),
     (lambda worded: KeepKeys(window="2"), r"window must be an integer of at least 0.*; got"),
     (
-        lambda worded: watch(worded(), PADDED, [MaskSinks(top_k=16)]),
-        "top_k = 16, but at step 1 there are 15 positions",
+        lambda worded: watch(worded(), PADDED, [MaskSinks(top_k=15)]),  # as many as the longest row has
+        "top_k = 15, but at step 1 a row has only 12 positions",
     ),
     (
         lambda worded: watch(worded("llama", True), PADDED, [KeepKeys(top_k=8)]),
-        "top_k = 8, but at step 1 there are 7 positions",
+        "top_k = 8, but at step 1 a row has only 4 positions",
     ),
     (
         lambda worded: watch(worded("llama", True), PADDED, [MaskSinks(queries="all")]),

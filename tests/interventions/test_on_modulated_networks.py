@@ -45,8 +45,7 @@ SCORES, PATTERN, Z = "attn.hook_attn_scores", "attn.hook_pattern", "blocks.1.att
 
 @cache
 def _loaded(folder):
-    family = "sedd" if folder.name == "sedd" else None
-    return sinklens.load(folder, family=family), PlainDit(folder)
+    return sinklens.load(folder, family="sedd" if folder.name == "sedd" else None), PlainDit(folder)
 
 
 @pytest.fixture(params=SETTINGS)

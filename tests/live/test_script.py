@@ -13,9 +13,8 @@ LOADING = {"m": "sinklens.load('m')", "n": "sinklens.load('n', dtype='bfloat16')
 
 def executed(source: str, names: list[str], folder) -> dict:
     """The canvases of a script's runs."""
-    file = folder / "script.py"
-    file.write_text(source, encoding="utf-8")
-    made = runpy.run_path(str(file))
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    made = runpy.run_path(str(folder / "script.py"))
     return {name: made[name].canvas[0].tolist() for name in names}
 
 

@@ -19,7 +19,9 @@ from torch import Tensor
 import sinklens
 from sinklens.cli import main
 from sinklens.errors import CheckpointError
+from sinklens.families import settings_for
 from sinklens.live.loading import lab_models
+from sinklens.model.loading import family_at
 
 RANK, ALPHA = 3, 5
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "the-base", "use_dora": False}
@@ -194,9 +196,21 @@ def test_an_adapter_alone_says_of_which_model_it_is(llada, tmp_path):
             sinklens.load(tmp_path / "alone")
 
 
+def test_an_adapter_trained_as_another_family_is_loaded_as_its_own_config_says(tmp_path):
+    write_family(base := tmp_path / "base", "llama")
+    _write_adapter(place := tmp_path / "adapter", load_file(base / "model.safetensors"))
+    own = json.loads((base / "config.json").read_text()) | {"sinklens_family": "diffullama", "mask_token_id": 3}
+    (place / "config.json").write_text(json.dumps(own))
+    (place / "generation_config.json").write_text('{"sinklens": {"gen_length": 6}}')
+    model = sinklens.load(base, adapter=place)
+    assert (model.family, model.mask_token_id, settings_for(model, {}).gen_length) == ("diffullama", 3, 6)
+    assert family_at(base, {"adapter": place}).name == "diffullama"
+    with pytest.raises(CheckpointError, match="adapter='nowhere': 'nowhere' is neither a folder nor"):
+        sinklens.load(base, adapter="nowhere")
+
+
 def test_an_adapter_is_refused_where_it_cannot_be_merged(llada, tmp_path):
-    merged = _write_adapter(tmp_path / "one", load_file(llada / "model.safetensors"))
-    _write_adapter(llada, merged)
+    _write_adapter(llada, _write_adapter(tmp_path / "one", load_file(llada / "model.safetensors")))
     with pytest.raises(CheckpointError, match="has an adapter of its own"):
         sinklens.load(llada, adapter=tmp_path / "one")
     with pytest.raises(CheckpointError, match="cannot be merged into quantized weights"):

@@ -69,7 +69,7 @@ def test_the_tokens_of_texts_carry_their_padding(shipped, side):
     encoded = shipped.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True)
     assert torch.equal(shipped(**encoded), shipped([TEXT, OTHER]))
     for call in (shipped, shipped.run_with_cache, shipped.run_with_hooks):
-        with pytest.raises(TypeError, match="retrun_type"):
+        with pytest.raises(errors.SettingError, match="a single pass has no argument retrun_type"):
             call(TEXT, retrun_type="loss")
 
 

@@ -263,7 +263,7 @@ class Appended(Intervention):
         ({"prompts": [[5, 6, 7, 254, 8]]}, PromptError, r"contains the image token \(254\) at position 3, but"),
         ({"prompts": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "got .pixel_"),
         ({"hooks": [("denoise.hook_accepted", lambda v, hook: v[:, 1:])]}, HookFunctionError,
-         r"got a value of shape \[2, 8\] and returned \[2, 7\]"),
+         r"is \[2, 7\], but the value at this point has shape \[2, 8\]"),
     ],
 )  # fmt: skip
 def test_what_the_sampler_does_not_take_is_refused(gemma, prompt, given, error, text):

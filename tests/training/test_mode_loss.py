@@ -25,8 +25,7 @@ def rows(count=3):
 
 def extended(ids, start):
     """Rows continued with their end token to the end of their last block."""
-    missing = -(ids.shape[1] - start) % BLOCK
-    return torch.cat([ids, ids[:, -1:].repeat(1, missing)], dim=1)
+    return torch.cat([ids, ids[:, -1:].repeat(1, (start - ids.shape[1]) % BLOCK)], dim=1)
 
 
 @pytest.mark.parametrize("start", [21, 18, 14])

@@ -44,8 +44,7 @@ def test_the_view_holds_the_pattern_and_its_tokens_of_all_heads_or_some(run, tin
     causal = sinklens.generate(tiny_llama, held_out(1)[0].prompt, gen_length=2)
     given = props(attention(run, step=9, layer=2, row=0))
     np.testing.assert_allclose(given["attention"], pattern_at(run, 9, 2, 0), atol=5.1e-5)
-    words = run.sinks.vocabulary
-    expected = [words[token] for token in run.canvas[0, 9][run.real[0]].tolist()]
+    expected = [run.sinks.vocabulary[token] for token in run.canvas[0, 9][run.real[0]].tolist()]
     shown = ["░" if word == "<|mdm_mask|>" else visible(word) for word in expected]
     assert given["tokens"] == shown
     assert "░" in shown

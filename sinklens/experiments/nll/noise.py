@@ -99,10 +99,11 @@ class DrawRule:
     def __post_init__(self) -> None:
         check_arguments(self)
         mc_num, draws = self.mc_num, self.draws_per_start
+        fitting = (n for n in range(min(draws, mc_num // 2), 0, -1) if mc_num % n == 0)
         require(
             not mc_num % draws,
             f"mc_num {mc_num} is not a multiple of draws_per_start {draws}, the draws that share one random "
-            f"start; pass draws_per_start={next(n for n in range(min(draws, mc_num), 0, -1) if mc_num % n == 0)}.",
+            f"start; pass draws_per_start={next(fitting, 1)}.",
         )
 
     def masks(self, prompt: Sequence[int], length: int, block: int = 0) -> Masks:

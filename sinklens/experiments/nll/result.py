@@ -113,7 +113,7 @@ def likelihood_difference(
         require(
             one.tokens == two.tokens and drawn,
             f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
-            f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking.",
+            f"conditions, so they cannot be paired; give the same answers, seed, mc_num, draws_per_start and masking.",
         )
     pairs = list(zip(first, second, strict=True))
     gaps = np.array([two.value - one.value for one, two in pairs])

@@ -302,7 +302,7 @@ function drawPath() {
   shadeUndecided(brush);
   brush.strokeStyle = inkOf("ghost");
   brush.lineWidth = 0.7;
-  brush.globalAlpha = clamp(14 / (L * H), 0.05, 0.5);
+  brush.globalAlpha = clamp(5 / Math.sqrt(L * H), 0.16, 0.5);
   for (let layer = 0; layer < L; layer++) for (let head = 0; head < H; head++) trace(brush, layer, head, ((layer * H + head) / (L * H) - 0.5) * 0.6);
   brush.globalAlpha = 1;
   brush.fillStyle = inkOf("ink");

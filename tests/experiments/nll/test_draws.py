@@ -80,7 +80,7 @@ def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
     [
         ({"mc_num": 0}, r"mc_num must be an integer of at least 1; got 0"),
         ({"draws_per_start": True}, r"draws_per_start must be an integer of at least 1; got True"),
-        ({"mc_num": 10, "draws_per_start": 16}, r"mc_num 10 is not a multiple of .* 16.*pass draws_per_start=10"),
+        ({"mc_num": 10, "draws_per_start": 16}, r"mc_num 10 is not a multiple of .* 16.*pass draws_per_start=5"),
         ({"mc_num": 100, "draws_per_start": 16}, r"mc_num 100 is not a multiple of .* 16.*pass draws_per_start=10"),
         ({"masking": "half"}, r"masking must be one of count, rate; got 'half'"),
         ({"seed": -1}, r"seed must be an integer"),

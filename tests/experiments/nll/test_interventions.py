@@ -162,7 +162,7 @@ def test_tokens_around_the_answer_are_given(llada):
         ([("denoise.hook_confidence", lambda value, hook: None)], r"a hook function at 'denoise.hook_confidence' acts"),
         (
             [("blocks.0.attn.hook_z", lambda value, hook: value[:, :1])],
-            r"hook_z \(step 0\) got a value of shape",
+            r"hook_z \(step 0\) is \[15, 1, 6, 4\], but",
         ),
         ([("denoise.hook_logits", lambda value: None)], r"hooks= must be a list of \(name or predicate, function\)"),
     ],
