@@ -194,7 +194,7 @@ class Caching(Study):
         costs = interval_table(measured, ["kl"], self.seed)
         moved = interval_table(measured, list(MOTION), self.seed)
         moved["run"] = moved["policy"].map(POLICIES) + ", " + moved["source"].map(SOURCES)
-        label = f"{COSTS['kl']}; 95 % intervals over prompts; {SINK}"
+        label = f"{COSTS['kl']}; 95 % intervals; {SINK}"
         return {
             "costs": dot_panels(costs, "change", CHANGES, "choice", (6, 4), label, names=KEYS),
             "motion": dot_panels(moved, "measure", MOTION, "run", (6.5, 5)),

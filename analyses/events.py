@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 ORDER = {
-    "correlation": "rank correlation of score and deciding step over the undecided positions of a step",
+    "correlation": "rank correlation of score and deciding step over the undecided positions of a step, at least four",
     "partial": "the same with the position held fixed",
     "within": "the same between prompts, at the same step and place",
     "within_group": "the same between prompts of one group, at the same step and place",

@@ -170,7 +170,7 @@ def curve(
     """
     table = interval_table(measured, [cost], seed, ranges)
     means = interval_table(measured, [removal], seed)
-    labels = [name for name in means if name not in ("measure", "estimate", "low", "high", "prompts")]
+    labels = [name for name in means if name not in ("measure", "estimate", "low", "high", "prompts", "groups")]
     means = means[[*labels, "estimate"]].rename(columns={"estimate": "removed"})
     return table.merge(means, on=labels, how="left", validate="one_to_one")
 

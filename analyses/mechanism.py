@@ -224,8 +224,7 @@ def attention_to(
 def changes(compared: xr.Dataset, correlation: float) -> xr.Dataset:
     """`CONFIDENCE` of one row, as means over the steps that have both halves, and its first two also by step."""
     halves = compared[["change_attended", "change_rest"]].isel(batch=0)
-    both = halves["change_attended"].notnull() & halves["change_rest"].notnull()
-    halves = halves.where(both)
+    halves = halves.where(halves["change_attended"].notnull() & halves["change_rest"].notnull())
     means = halves.mean("step")
     steps = {f"{name}_step": value for name, value in halves.data_vars.items()}
     difference = means["change_attended"] - means["change_rest"]

@@ -99,12 +99,16 @@ class PlannedTest(Study):
         """``masks``: the measures by keys; ``differences``: the keys of the plan minus every control, with intervals
         over groups if the plan has groups.
         """
-        measures = ["cost", "changed"]
+        measures, groups = ["cost", "changed"], self.plan.groups()
+        of_plan = {"prompt_group": ("prompt", groups)} if groups else {}
+        measured = {
+            name: data.drop_vars("prompt_group", errors="ignore").assign_coords(of_plan)
+            for name, data in measured.items()
+        }
         tables = {"masks": interval_table(measured, [*measures, "removed"], self.seed).dropna(subset="estimate")}
         ranges = {"cost": (-1, 1), "changed": (-1, 1)}
         less = {name: data[measures].sel(pick="treated", drop=True) - data[measures] for name, data in measured.items()}
         controls = {name: data.drop_sel(pick="treated").rename(pick="control") for name, data in less.items()}
-        groups = self.plan.groups()
         tables["differences"] = interval_table(controls, measures, self.seed, ranges)
         if groups:
             over = [over_groups(controls[row.model][row.measure].sel(control=row.control).to_numpy(), groups)

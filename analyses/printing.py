@@ -30,9 +30,10 @@ WIDE = 400  # columns when writing to a file or a pipe, where nothing should wra
 INTERVAL = ("estimate", "low", "high")
 NUMBERS = (*INTERVAL, "p", "p_holm", "shown", "removed", "matched_share")  # columns that may have empty cells
 LEGEND = (
-    "Brackets: 95 % intervals over prompts; score intervals for outcomes (right, changed, cost) and their differences, "
-    "else bootstrap. p: two-sided, that the mean is 0 or the threshold (outcomes: McNemar's exact or the score test; "
-    "others: random signs); p_holm: corrected over all claims on a model. shown: the smallest effect that so many "
+    "Brackets: 95 % intervals, t intervals over groups of prompts where there are several (groups), else over prompts: "
+    "score intervals for outcomes (right, changed, cost) and their differences, or bootstrap. p: two-sided, that the "
+    "mean is 0 or the threshold (over groups, t; outcomes: McNemar's exact or the score test; others: random signs); "
+    "p_holm: corrected over all claims on a model. shown: the smallest effect that so many "
     "prompts show with a probability of 80 % after that correction; equivalent: a difference smaller than 0.05 of them."
 )
 

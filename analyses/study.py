@@ -1,12 +1,12 @@
-"""The base of all studies: prompts in; tables with intervals over prompts, figures and a manifest out.
+"""The base of all studies: prompts in; tables with intervals, figures and a manifest out.
 
 A study is one file with one subclass of `Study`. It defines what to measure on a batch of prompts (a Dataset with the
 axis ``prompt``), and which tables and figures to make from the measurements of all models. `Study.run` does the rest:
 it iterates over models and batches of prompts, stores every finished prompt on disk (units.py), so that an interrupted
 study resumes where it stopped, and writes tables, figures, measurements and a manifest (results.py).
 
-Figures that show one run use an *example*: the run of one prompt, repeated for every model. Intervals are over prompts
-(intervals.py), and the steps of a prompt do not depend on its batch (runs.py).
+Figures that show one run use an *example*: the run of one prompt, repeated for every model. Intervals are over
+prompts or groups of them (estimates/tables.py), and the steps of a prompt do not depend on its batch (runs.py).
 
 Limitation: all models are in memory at once. If they do not fit, run the study separately for each.
 """

@@ -11,6 +11,7 @@ namespace; a single forward pass does not reach them.
 Pitfall: two trees over one transformers model would both tap it. Build one tree per model.
 """
 
+import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, require, warn_caller
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, nearest, require, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture
@@ -417,11 +418,12 @@ class HookTree(ModelWeights, HookFront):
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
             SettingError: a layer does not exist, the loss cannot be computed, or an argument is one of a run.
         """
-        require(
-            not unknown,
-            f"a single pass has no argument {', '.join(unknown)}; sinklens.generate and sinklens.trace run a model, "
-            f"with hooks= and settings such as gen_length=, and model.to_canvas appends masks for a pass.",
-        )
+        if unknown:
+            raise SettingError(
+                f"a single pass has no argument {', '.join(unknown)}; sinklens.generate and sinklens.trace run models, "
+                f"with hooks= and settings such as gen_length=, and model.to_canvas appends masks for a pass."
+                f"{nearest(min(unknown), inspect.signature(self.forward).parameters)}"
+            )
         self.refuse_unusable()
         layers = partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
         from_stream = start_at_layer is not None

@@ -106,6 +106,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     ' Nearest: steps.'
     >>> nearest("logits", ["denoise.hook_canvas", "denoise.hook_logits"])
     ' Nearest: denoise.hook_logits.'
+    >>> nearest("hook_z", ["embed.hook_out", "blocks.0.attn.hook_z"])
+    ' Nearest: blocks.0.attn.hook_z.'
     """
     known = list(known)
     close = (

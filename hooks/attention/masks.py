@@ -68,8 +68,8 @@ def known_bias(point: Point, like: Tensor) -> Mask | None:
 def of_one_hook(watch: Watch, size: tuple[int, ...], like: Tensor) -> dict[Point, Mask | None]:
     """The masks of all points that have hooks, if one `MaskHook` gives them all before the pass; empty otherwise."""
     points = hooked_masks(watch) if only_masks(watch) else []
-    hooks = {point.only_function for point in points}
-    hook = hooks.pop() if len(hooks) == 1 else None
+    hooks = [point.only_function for point in points]
+    hook = hooks[0] if hooks and all(one is hooks[0] for one in hooks) else None
     found = hook.of_layers(zeros_of(size, like), points) if isinstance(hook, MaskHook) else None
     return {} if found is None else dict(zip(points, found, strict=True))
 

@@ -1,7 +1,7 @@
 """The options that follow from the declarations of the samplers' settings.
 
 An option has the setting's name, type and meaning, and the defaults of all samplers that have it. Whether a value fits
-is checked by the sampler of the model. The help leaves out what only one or two samplers have (`RARE`).
+is checked by the sampler of the model. The help leaves out what only one or two samplers have.
 
 Pitfall: the samplers import torch, so only commands that take settings import this module.
 """
@@ -16,7 +16,6 @@ from sinklens.families.registry import SAMPLERS, register_installed
 from sinklens.families.samplers import setting_help
 from sinklens.utils.arguments import REQUIRED, Argument
 
-RARE = 2  # samplers
 WORDS = {"None": "off", "True": "yes", "False": "no"}
 
 
@@ -49,7 +48,7 @@ def _option(name: str, owned: Sequence[Argument]) -> Any:
     negative = f"--no-{name.replace('_', '-')}" if kind is bool else ()
     return Annotated[
         kind,
-        Parameter(help=text, negative=negative, converter=whole if kind is int else None, show=len(owned) > RARE),
+        Parameter(help=text, negative=negative, converter=whole if kind is int else None, show=len(owned) > 2),
     ]
 
 
@@ -58,7 +57,8 @@ if TYPE_CHECKING:
 else:
     GROUP = Group(
         "Sampler settings",
-        help="Which apply depends on the model. The checkpoint's defaults replace those listed here. Not listed: "
-        "settings of only one or two samplers; sinklens.families.settings_for(sinklens.load(MODEL), {}) shows all.",
+        help="Which of these apply depends on the model. The checkpoint's defaults replace those listed here. Not "
+        "listed: settings of only one or two samplers; sinklens.families.settings_for(sinklens.load(MODEL), {}) shows "
+        "all.",
     )
     Settings = Annotated[TypedDict("Settings", _options(), total=False), Parameter(name="*", group=GROUP)]

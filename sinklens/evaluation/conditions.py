@@ -205,8 +205,8 @@ def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, s
     pick, persistent, noun = CONTROLS[control]
     seed = seed if pick in DRAWN else 0  # the others draw nothing
     hook = replace(strongest, where=replace(strongest.where, pick=pick, persistent=persistent, seed=seed))
-    of_strongest = pick not in ("random_any", "weakest")
-    steady = (of_unmasked and of_strongest) or pick == "same_mass"  # once keys are masked, the attention is not theirs
+    # once keys are masked, the attention is not theirs
+    steady = (of_unmasked and pick not in ("random_any", "weakest")) or pick == "same_mass"
     return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=steady)
 
 

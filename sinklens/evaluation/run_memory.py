@@ -216,7 +216,11 @@ def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) 
     from sinklens.utils.allocations import without_memory
 
     few = patch.object(column_sums, "range", lambda *bounds: range(*bounds)[:BLOCKS], create=True)
-    given = {key: value for key, value in load.items() if key in ("revision", "family", "block_length", "tokenizer")}
+    given = {
+        key: value
+        for key, value in load.items()
+        if key in ("revision", "family", "block_length", "tokenizer", "adapter")
+    }
     path = Path(source)
     folder = path.parent if path.name == "config.json" else find_checkpoint(source, given.get("revision"), False)
     with without_memory(), torch.no_grad(), few:

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, require
+from sinklens.errors import require
 from sinklens.hooks import names
+from sinklens.hooks.hook_functions import label, refuse_other
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.intervention import HookFunction, HookSource, Pairs, RunContext, refuse_off_canvas
@@ -98,13 +99,12 @@ def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFun
                 part, hook.watch.forward_pass = value[rows], every.of_rows(rows)
                 for function in listed:
                     if (returned := function(part, hook=hook)) is not None:
-                        if not isinstance(returned, Tensor) or returned.ndim != part.ndim or len(returned) != len(part):
-                            got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
-                            raise HookFunctionError(
-                                f"hook function {getattr(function, '__name__', repr(function))} at {hook.name} (step "
-                                f"{hook.step}) got a value of shape {list(part.shape)} and returned {got}; return the "
-                                f"same shape, or None to change nothing."
-                            )
+                        refuse_other(
+                            returned,
+                            part,
+                            f"what {label(function)} returned at {hook.name} (step {hook.step})",
+                            hook.name,
+                        )
                         part, changed = returned, True
                 parts.append(part)
         finally:

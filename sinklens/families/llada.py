@@ -153,8 +153,8 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
         canvas = state.begin_step(block)
         where = canvas == state.mask_id
         where[:, block.stop :] = False
-        waiting = ~where[:, first:].any(dim=1, keepdim=True)  # alone, these rows would be in their next block
-        where &= state.computed() & ~waiting
+        # alone, rows with nothing left in the block would be in their next one
+        where &= state.computed() & where[:, first:].any(dim=1, keepdim=True)
         logits = state.logits(canvas, where, self.cfg_scale)
         if self.logits_eos_inf:
             logits[:, list(state.eos_ids)] = -torch.inf

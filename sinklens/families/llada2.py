@@ -167,8 +167,7 @@ class _EditProgress(BlockProgress):
 
     def _finished(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         masked = ((canvas == self._mask) & self.current()).any(dim=1)
-        left = torch.where(masked, self._left[:, 0], self._left[:, 1]) > 0
-        return self._running & ~(left & ~self._settled)
+        return self._running & ((torch.where(masked, self._left[:, 0], self._left[:, 1]) <= 0) | self._settled)
 
     def count_pass(self, masked: Bool[Tensor, " batch"]) -> None:
         """Count a pass in every running row; `masked` are the rows whose block has masked positions."""

@@ -69,8 +69,7 @@ def places_of_step(run: "Generation", step: int) -> Bool[np.ndarray, "batch pos"
     places = real & run.active[:, step].cpu().numpy()[:, None]
     if not run.causal:
         return places
-    first = columns < run.prompt_length if step == 0 else columns == run.prompt_length + step - 1
-    return places & first
+    return places & (columns < run.prompt_length if step == 0 else columns == run.prompt_length + step - 1)
 
 
 def stream_point(model: "Model", point: str) -> str:

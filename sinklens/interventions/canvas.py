@@ -160,8 +160,7 @@ class Suffix(Intervention):
             not model.causal and model.block_length is None,
             f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model.",
         )
-        added = {"prepend_bos": False} if isinstance(self.text, str) else {}
-        suffix = model.encode(self.text, **added).ids
+        suffix = model.encode(self.text, **({"prepend_bos": False} if isinstance(self.text, str) else {})).ids
         require(
             model.mask_token_id not in suffix.flatten().tolist(),
             f"the suffix contains the mask token ({model.mask_token_id}), which the sampler would replace.",
@@ -252,7 +251,7 @@ def _check_token(token: int, model: "Model") -> None:
     require(
         as_integer(token) in range(model.cfg.d_vocab),
         f"token {token!r} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}. "
-        f"model.to_single_token(text) is the id of a text.",
+        f"model.to_single_token(text) gives the id of a one-token text.",
     )
 
 

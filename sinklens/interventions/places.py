@@ -464,10 +464,10 @@ def chosen_keys(
     """
     known = [entry.name for entry in fields(Where)]
     for name in which:
-        says = f"there is no argument {name!r}. steps=, layers= and heads= say where it acts; where=, or"
         require(
             name in known,
-            f"{says} {', '.join(known)}, says on which keys.{nearest(name, ['steps', 'layers', 'heads', *known])}",
+            f"there is no argument {name!r}. Use steps=, layers= and heads= to say where it acts, and where= or "
+            f"{', '.join(known)} to choose the keys.{nearest(name, ['steps', 'layers', 'heads', *known])}",
         )
     if where is None:
         number = usual if top_k is None and which.get("detector") is None else top_k

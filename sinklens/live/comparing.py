@@ -105,6 +105,5 @@ def divergences(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model:
 def fitting(outcomes: Sequence[RunOutcome], model: "Model", steps: int, rows: int) -> list[int]:
     """The steps, all or evenly spaced ones, whose logits for `rows` rows fit into `ROOM`."""
     undecided = max(int(outcome.undecided[:steps].sum(axis=1).max()) for outcome in outcomes)
-    each = 4 * model.cfg.d_vocab * max(1, undecided) * rows
-    number = max(1, min(steps, ROOM // each))
+    number = max(1, min(steps, ROOM // (4 * model.cfg.d_vocab * max(1, undecided) * rows)))
     return sorted({int(step) for step in np.linspace(0, steps - 1, number).round()})

@@ -16,11 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
 from annotated_types import Ge
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, require, warn_caller
 from sinklens.families import FAMILIES, Family, identify, translate
@@ -71,8 +71,7 @@ class LoadRequest:
 
 def family_at(name_or_path: str | Path, options: Mapping[str, Any]) -> Family:
     """The family as which a model is loaded with these arguments of `LoadRequest`."""
-    *_, described = _folders(name_or_path, options.get("revision"), options.get("adapter"))
-    raw = files.read_config(described)
+    raw = _folders(name_or_path, options.get("revision"), options.get("adapter")).read_config()
     return family_of(raw, str(name_or_path), options.get("family"), options.get("block_length"))
 
 
@@ -165,14 +164,14 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
 
     import sinklens.hooks.attention.attention as attention
 
-    folder, place, described = _folders(name_or_path, request.revision, request.adapter)
-    raw = files.read_config(described)
-    family, blocks = identify(raw, str(described), request.family, request.block_length)
-    raw = _with_mask(raw, request.mask_token_id, family, str(folder))
+    folders = _folders(name_or_path, request.revision, request.adapter)
+    folder, place, raw = folders.weights, folders.adapter, folders.read_config()
+    family, blocks = identify(raw, str(folders.config), request.family, request.block_length)
+    raw = _with_mask(raw, request.mask_token_id, family, str(folders.config))
     weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
     rows, size = weights.shapes.get(family.rows_of, (0,))[0], raw.get("vocab_size")
     padded = {"vocab_size": rows} if isinstance(size, int) and rows > size else {}  # config.json may name fewer tokens
-    config = translate(raw | padded, family, str(folder))
+    config = translate(raw | padded, family, str(folders.config))
     packed = quantization.published(raw, family, str(folder))
     try:
         empty = _fitting(config, family, weights, packed, str(folder))
@@ -192,7 +191,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
         quantization.check_wanted(request.quantization, packed, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
-    defaults = _sampler_defaults(described, family)
+    defaults = _sampler_defaults(folders.generation, family)
     quantized = packed is not None or request.quantization is not None
     require(
         not quantized or lora is None,
@@ -207,6 +206,8 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     _tie(hf, tied, weights, str(folder))
     if lora is not None and place is not None:
         merge(hf, lora, tied, place)
+    if folders.generation != folder:
+        hf.generation_config = GenerationConfig.from_pretrained(folders.generation)
     revision = files.commit_of(folder) or request.revision
     return replace(prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks), adapter=adapter)
 
@@ -233,15 +234,32 @@ def _fitting(
     return empty
 
 
-def _folders(
-    name_or_path: str | Path, revision: str | None, adapter: str | Path | None
-) -> tuple[Path, Path | None, Path]:
-    """The folder of a checkpoint; that of the adapter to merge, which the caller names or the checkpoint has; and the
-    one of these whose config.json describes the merged model, which can be of another family than the checkpoint.
+class _Folders(NamedTuple):
+    """Where the files of a checkpoint are.
+
+    Attributes:
+        weights: the folder of the weights and the tokenizer.
+        adapter: that of the adapter to merge, which the caller names or the checkpoint has; None without one.
+        config: that of config.json: the adapter's, if it has one, as it can be of another family than its base.
+        generation: that of generation_config.json, likewise.
     """
+
+    weights: Path
+    adapter: Path | None
+    config: Path
+    generation: Path
+
+    def read_config(self) -> dict[str, Any]:
+        """config.json, with the quantization of the weights."""
+        held, own = files.read_config(self.weights), files.read_config(self.config)
+        packed = {name: value for name, value in held.items() if name == "quantization_config"}
+        return {name: value for name, value in own.items() if name != "quantization_config"} | packed
+
+
+def _folders(name_or_path: str | Path, revision: str | None, adapter: str | Path | None) -> _Folders:
     folder = files.find_checkpoint(name_or_path, revision)
     if adapter is None:
-        return folder, folder if has_adapter(folder) else None, folder
+        return _Folders(folder, folder if has_adapter(folder) else None, folder, folder)
     try:
         place = files.find_checkpoint(adapter, otherwise="download it with `hf download`, and pass its folder")
     except CheckpointError as error:
@@ -251,7 +269,8 @@ def _folders(
         f"{folder} has an adapter of its own, which is merged; leave adapter= out, or move its adapter files away.",
         CheckpointError,
     )
-    return folder, place, place if (place / "config.json").is_file() else folder
+    names = ("config.json", "generation_config.json")
+    return _Folders(folder, place, *(place if (place / name).is_file() else folder for name in names))
 
 
 def outline(
@@ -265,14 +284,16 @@ def outline(
     Raises:
         CheckpointError: see `sinklens.load`.
     """
-    folder, _, described = _folders(name_or_path, request.revision, request.adapter)
-    raw = files.read_config(described)
-    family, blocks = identify(raw, str(described), request.family, request.block_length)
-    config = translate(raw, family, str(folder))
+    folders = _folders(name_or_path, request.revision, request.adapter)
+    folder, raw = folders.weights, folders.read_config()
+    family, blocks = identify(raw, str(folders.config), request.family, request.block_length)
+    config = translate(raw, family, str(folders.config))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     empty = build_empty(config, family.model_class, device, dtype)
     revision = files.commit_of(folder) or request.revision
-    return prepare(empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(described, family), blocks)
+    return prepare(
+        empty, found, family, raw, str(name_or_path), revision, _sampler_defaults(folders.generation, family), blocks
+    )
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
@@ -523,8 +544,6 @@ def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
-    from transformers import GenerationConfig
-
     generation = read_json(file)
     try:
         with transformers_output():

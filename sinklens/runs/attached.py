@@ -6,6 +6,7 @@ rows alone.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def attached(tree: HookTree, pairs: Sequence[tuple[str, HookFunction]], rows: in
 def _conditional(function: HookFunction, rows: int) -> HookFunction:
     """`function` on the conditional rows alone."""
 
+    @wraps(function)
     def call(value: Tensor, hook: Point) -> Tensor | None:
         if len(value) != 2 * rows:
             return function(value, hook=hook)

@@ -151,9 +151,7 @@ class Guided(ByConfidence):
         logits: Float[Tensor, "masked vocab"],
     ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
         """The canvas with a token drawn at every True of `where`, and the confidence of each."""
-        noise = None
-        if self.temperature > 0:
-            noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
+        noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64) if self.temperature > 0 else None
         candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
         proposed, candidates = state.propose(where, candidates, canvas)
         if self.remasking == "random":

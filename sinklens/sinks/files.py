@@ -205,9 +205,9 @@ def _common(part: xr.Dataset, steps: int) -> dict[str, Any]:
 def _padded(part: xr.Dataset, left: int, late: int) -> xr.Dataset:
     bare = part.drop_vars(list(part.coords)).drop_attrs()
     missing: dict[str, float] = {str(name): nothing(values.dtype) for name, values in bare.items()}
-    steps, unmask = part["step"].to_numpy(), bare["unmask_step"]
-    cut = steps[0] > 0 or bool((unmask > len(steps)).any())  # otherwise, the number of steps says "never decided"
-    bare = bare.assign(unmask_step=unmask.where((unmask != len(steps)) | cut, len(steps) + late))
+    size, last, unmask = part.sizes["step"], bare.isel(step=-1), bare["unmask_step"]
+    same = bare.get("final_id", last["token_id"]) == last["token_id"]
+    bare = bare.assign(unmask_step=unmask.where(~same | ~last["masked"] | (unmask != size), size + late))
     return bare.pad({"pos": (left, 0), "step": (0, late)}, constant_values=missing)
 
 

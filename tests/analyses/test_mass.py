@@ -7,7 +7,7 @@ from planting import planted
 
 from sinklens.analyses import interval_table
 from sinklens.analyses.estimates.tables import judged
-from sinklens.analyses.mass import acting, matched, removed, with_same_mass
+from sinklens.analyses.mass import acting, curve, matched, removed, with_same_mass
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 
 PROMPTS, STEPS, LAYERS, HEADS, LENGTH = 40, 4, 2, 3, 30
@@ -33,6 +33,12 @@ def test_the_mass_of_a_mask_is_that_of_the_step_at_which_it_acts(found):
     score, keys = track.scores().to_numpy(), sinks.to_numpy()
     expected = (score[:, 1:] * keys[:, :-1]).sum((1, 2, 3, 4)) / score[:, 1:].sum((1, 2, 3, 4))
     np.testing.assert_allclose(removed(sinks, mass), expected, rtol=1e-5)
+
+
+def test_a_curve_has_the_attention_of_a_mask_whose_cost_is_the_same_in_all_groups():
+    at = {"prompt_group": ("prompt", list("aaabbb"))}
+    data = xr.Dataset({"cost": ("prompt", np.zeros(6)), "gone": ("prompt", np.arange(6.0))}, at)
+    assert curve({"m": data}, "cost", "gone")["removed"].tolist() == [2.5]
 
 
 def test_matched_keys_are_no_sinks_and_have_the_mass_of_every_step_and_layer(found):

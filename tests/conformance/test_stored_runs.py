@@ -125,6 +125,5 @@ def test_another_token_than_the_stored_one_is_noticed(folder):
     run, passes = folder.repeat(stored, record_sinks=False), stored.canvases.shape[1]
     canvases = stored.canvases.clone()
     row = range(len(canvases))[stored.rows or slice(None)][0]
-    last = (canvases[row, -1] >= 0).nonzero()[-1]
-    canvases[row, -1, last] += 1
+    canvases[row, -1, (canvases[row, -1] >= 0).nonzero()[-1]] += 1
     assert stored._replace(canvases=canvases).equal(run) == [*[True] * (passes - 1), False, True]

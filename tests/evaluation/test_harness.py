@@ -69,8 +69,7 @@ class Canned(LM):
 
     def generate_until(self, requests):
         self.prompts = [request.args[0] for request in requests]
-        until = requests[0].args[1]["until"]
-        return [cut(text, until) for text in self.texts]
+        return [cut(text, requests[0].args[1]["until"]) for text in self.texts]
 
     def loglikelihood(self, requests):
         raise AssertionError("likelihoods are not compared")

@@ -238,8 +238,8 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path, 
         settings = settings | ({"sampler": "dream"} if "top_p" in settings else {})
         random_hf(*name, **SIZES).config.save_pretrained(tmp_path)
         source = tmp_path
-    given = isinstance(name, str) or name[1]  # causal ones are known by their model_type
-    family = {} if given else {"load": {"family": f"a2d-{name[0]}"}}
+    # causal ones are known by their model_type
+    family = {} if isinstance(name, str) or name[1] else {"load": {"family": f"a2d-{name[0]}"}}
     found = plan_run(
         source, batch_size=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings
     )

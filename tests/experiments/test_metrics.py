@@ -190,8 +190,7 @@ def test_patches_run_the_steps_of_their_source(models, path):
 def test_a_step_that_decides_a_part_of_its_queries_is_measured_at_those(tmp_path, name, settings, size):
     """In a sub-block of a block, read with a block cache; and in a block after the text before it."""
     write_family(tmp_path, "fast-dllm-v2")
-    folders = {"fast-dllm-v2": write_tokenizer(tmp_path)}
-    model = sinklens.load(folders.get(name, name), **arguments(name))
+    model = sinklens.load({"fast-dllm-v2": write_tokenizer(tmp_path)}.get(name, name), **arguments(name))
     _, before = base_run(model, PROMPTS[:1], **settings)
     gaps = {}
 

@@ -126,8 +126,8 @@ def test_what_identifies_a_unit_does_not_help_on_other_units(units, each):
     data = ProbeData({"x": own[unit] + rng.normal(size=(240, 40))}, columns)
     row = probe_table(data, "y", units=units).loc[0]
     assert (row["units"], row["p"] > 0.05) == (20, True)
-    smaller = "place" if units == "prompt" else "prompt"
-    assert probe_table(data, "y", units=smaller).loc[0, "score"] > 0.95  # what splitting by it would claim
+    # what splitting by the smaller unit would claim
+    assert probe_table(data, "y", units="place" if units == "prompt" else "prompt").loc[0, "score"] > 0.95
 
 
 def test_a_label_that_the_tokens_give_away_is_marked_by_the_bag():

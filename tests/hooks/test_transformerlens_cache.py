@@ -185,6 +185,7 @@ def test_hook_functions_receive_values_without_the_batch_axis_on_request(model):
     [
         (lambda value: value.double(), "is float64 on cpu, but the value at this point is float32 on cpu; convert it"),
         (lambda value: value.to("meta"), "is float32 on meta, but"),
+        (lambda value: value[..., :1], r"is \[1, 7, 1\], but the value at this point has shape \[1, 7, 24\]"),
         (lambda value: 3, "is int, but the value at this point has shape .*; return the same shape, or None"),
     ],
 )

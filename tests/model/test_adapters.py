@@ -196,14 +196,17 @@ def test_an_adapter_alone_says_of_which_model_it_is(llada, tmp_path):
             sinklens.load(tmp_path / "alone")
 
 
-def test_an_adapter_trained_as_another_family_is_loaded_as_its_own_config_says(tmp_path):
+def test_an_adapter_trained_as_another_family_is_loaded_as_its_own_files_say(tmp_path):
     write_family(base := tmp_path / "base", "llama")
+    (base / "generation_config.json").write_text('{"sinklens": {"gen_length": 5}}')
     _write_adapter(place := tmp_path / "adapter", load_file(base / "model.safetensors"))
     own = json.loads((base / "config.json").read_text()) | {"sinklens_family": "diffullama", "mask_token_id": 3}
-    (place / "config.json").write_text(json.dumps(own))
-    (place / "generation_config.json").write_text('{"sinklens": {"gen_length": 6}}')
+    (place / "config.json").write_text(json.dumps(own | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     model = sinklens.load(base, adapter=place)
-    assert (model.family, model.mask_token_id, settings_for(model, {}).gen_length) == ("diffullama", 3, 6)
+    assert (model.family, model.mask_token_id, settings_for(model, {}).gen_length) == ("diffullama", 3, 5)
+    (place / "generation_config.json").write_text('{"eos_token_id": 4, "sinklens": {"gen_length": 6}}')
+    model = sinklens.load(base, adapter=place)
+    assert (model.checkpoint.eos_token_ids, settings_for(model, {}).gen_length) == ((4,), 6)
     assert family_at(base, {"adapter": place}).name == "diffullama"
     with pytest.raises(CheckpointError, match="adapter='nowhere': 'nowhere' is neither a folder nor"):
         sinklens.load(base, adapter="nowhere")

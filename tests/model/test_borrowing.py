@@ -67,8 +67,7 @@ def test_a_borrowed_model_is_restored_at_the_end_of_the_block_and_after_an_error
     with pytest.raises(ZeroDivisionError, match="division"), sinklens.borrow(hf_model):
         raise ZeroDivisionError("division")
     assert graph(hf_model) == before
-    weight = hf_model.lm_head.weight.data
-    weight[0, 0] = torch.nan
+    hf_model.lm_head.weight.data[0, 0] = torch.nan
     with pytest.raises(SelfCheckError, match="not finite"):
         sinklens.load(hf_model)
     assert graph(hf_model) == before

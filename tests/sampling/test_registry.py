@@ -90,8 +90,7 @@ REFERENCES = ("mdlm", "sedd", "duo", "gidd", "bd3lm-owt", "mdlm timed", "rnd1")
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", [*NETWORKS, *REFERENCES])
 def test_a_sampler_runs_a_model_or_is_refused_with_those_that_do(conformance, tmp_path_factory, name):
-    load = sinklens.load if name in NETWORKS else loader(conformance, tmp_path_factory.mktemp)
-    model = load(name)
+    model = (sinklens.load if name in NETWORKS else loader(conformance, tmp_path_factory.mktemp))(name)
     fits = fitting(model)
     assert model.family_record.sampler in fits
     for sampler in SAMPLERS:

@@ -319,8 +319,9 @@ def runs(request):
 
 @pytest.mark.fast_cases(1)
 def test_concatenated_rows_equal_their_original_tracks(runs):
-    cut = SinkTrack.concat([runs[0].isel(step=slice(2, end)) for end in (5, 6)])  # decided at step 3, not never
-    np.testing.assert_array_equal(cut.data["unmask_step"][0], runs[0].data["unmask_step"][0])
+    for start in (0, 2):  # without the last step: its position is not one that is never decided
+        cut = SinkTrack.concat([runs[0].isel(step=slice(start, end)) for end in (5, 6)])
+        np.testing.assert_array_equal(cut.data["unmask_step"][0], runs[0].data["unmask_step"][0])
     together = SinkTrack.concat(runs)
     assert together.data.sizes["batch"] == 4
     for size in ("steps", "prompt_length"):

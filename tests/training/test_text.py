@@ -150,8 +150,7 @@ def test_the_masked_loss_is_an_unbiased_estimate_of_the_mean_over_numbers_of_mas
         mask_token_id = 9
 
         def __call__(self, ids):
-            count = (ids == 9).sum(dim=1).double()
-            right = torch.exp(-count)[:, None, None].expand(-1, ids.shape[1], 1)
+            right = torch.exp(-(ids == 9).sum(dim=1).double())[:, None, None].expand(-1, ids.shape[1], 1)
             return torch.cat([right, (1 - right).expand(-1, -1, 1)], dim=2).log()
 
     ids = torch.zeros(20_000, 5, dtype=torch.long)
