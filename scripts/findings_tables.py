@@ -110,8 +110,8 @@ PAIR_ROWS: tuple[tuple[str, float, int, dict[str, Any]], ...] = (
 ALONE = ("first_strongest", "alignment")  # measures that only the first table has
 SEEN = (
     *(("first", sees) for sees in (
-        "everything", "itself", "one other key", "itself and 15 keys",
-        "everything but itself", "itself, in the first quarter of the layers", "itself, in the other layers",
+        "everything", "itself", "one other key", "itself, in the first quarter of the layers",
+        "itself, in the other layers",
     )),
     ("middle", "everything"),
     ("middle", "itself"),
@@ -147,6 +147,7 @@ TABLES: dict[str, Table] = {
         if where["measure"] not in (*ALONE, "removed", "nats", "sink_heads") and where.get("kind") != "mask"
         and where.get("edit") != "edited, later"
         for share in (0.05, 0.9)
+        if (where["measure"], share) != ("first_mass", 0.05) and (where.get("choice"), share) != ("random", 0.9)
     ), models=PAIR[2:]),
     "pair_pairs": Table("pair-pairs", (
         percent("heads with a sink, points", measure="heads with a sink, of 1", share=0.15),
@@ -183,11 +184,18 @@ TABLES: dict[str, Table] = {
             and where.get("kind") not in ("mask", "delimiter") and where.get("choice") != "random"
         ),
         plain("nats lost by hiding all sinks, 90 % masked", measure="cost", share=0.9, **HIDDEN),
+        *(Row("sinks − equal attention, nats" if share == 0.15 else f"… {100 * share:.0f} % masked",
+              {"measure": "matched_cost", "share": share, "hidden": "difference"}, file="problems/pair-matched")
+          for share in (0.15, 0.05, 0.3, 0.5, 0.7, 0.9)),
     ), models=PAIR),
+    "pair_problem_fates": Table("problems/pair-fates", tuple(
+        percent(label, measure="same_head", token=token, share=0.15)
+        for label, token in (("sinks of the same head in the other model, %", "any"),
+                             ("at the first position: of the same head, %", "first position"))
+    ), models=tuple(f"{PAIR[0]} → {other}" for other in PAIR[1:])),
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
         plain("value norm at sinks ÷ median of the row", measure="value_ratio", detector=EQ3),
-        percent("positions that are no-op sinks, %", 2, measure="found", detector="no-op"),
     ), models=DIFFUSION),
     "edits": Table("groups/edits-jumps", (
         Row("from step to step, all steps", {"measure": "jump_share"}, 100.0, 1, "dynamics-motion"),
