@@ -113,5 +113,7 @@ class PlannedTest(Study):
         if groups:
             over = [over_groups(controls[row.model][row.measure].sel(control=row.control).to_numpy(), groups)
                     for row in tables["differences"].itertuples()]  # fmt: skip
-            tables["differences"][["estimate", "low", "high"]] = [(one.value, one.low, one.high) for one in over]
+            tables["differences"][["estimate", "low", "high", "groups"]] = [
+                (one.value, one.low, one.high, len(set(groups))) for one in over
+            ]
         return tables

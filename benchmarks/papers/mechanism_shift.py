@@ -5,9 +5,8 @@
 tiny-two-modes was initialized from tiny-llama and decodes in both ways. Each head is ablated at every step, on the
 canvases of the unchanged run; the effect is the KL divergence of the predictions. The rank correlation of the 24
 effects compares two models or modes; its 95 % interval resamples templates, and so does that of the difference of two
-correlations with the same model. Controls are a twin that learned diffusion
-from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
-one core.
+correlations with the same model. Controls are a twin that learned diffusion from its first step, and heads shuffled
+within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on one core.
 
 Models that are given are compared in pairs, each in its own mode, on one problem of each template unless `each` says
 otherwise. They must have equal numbers of layers and heads.
